@@ -81,9 +81,9 @@ class Problem:
         """Number of (query, key) pairs that the mask leaves visible, for one batch entry and one head."""
         if not self.has_band:
             return self.seqlen_q * self.seqlen_k
-        return _count_below(self, self.diag_upper, self.seqlen_k - 1) - _count_below(
-            self, None if self.diag_lower is None else self.diag_lower - 1, -self.seqlen_q
-        )
+        below_upper = _count_below(self, self.diag_upper, self.seqlen_k - 1)
+        below_lower = _count_below(self, None if self.diag_lower is None else self.diag_lower - 1, -self.seqlen_q)
+        return max(below_upper - below_lower, 0)
 
     def flops(self) -> int:
         """Multiply-add FLOPs of both matrix products over the visible pairs (two per multiply-add)."""
