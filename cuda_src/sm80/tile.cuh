@@ -1,0 +1,132 @@
+// A (Rows x Dim) tile of 16-bit elements in shared memory: swizzle, cp.async filling, ldmatrix addresses.
+#pragma once
+
+#include "core/types.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
+
+namespace cuflash {
+
+__device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+
+// Rows of Dim elements (a multiple of 32) as 16-byte chunks. The chunk index is XORed with row bits so that the eight
+// rows of an 8x8 matrix fall into different banks: with 128-byte multiples the row modulo 8; otherwise rows already
+// alternate between two halves of the banks and two row bits are enough.
+template <int Dim>
+struct TileLayout {
+  static_assert(Dim % 32 == 0, "tile rows are multiples of 64 bytes");
+  static constexpr int row_bytes = Dim * 2;
+  static constexpr int chunks = Dim / 8;
+
+  static __device__ __forceinline__ int swizzle(int row) { return Dim % 64 == 0 ? row & 7 : (row >> 1) & 3; }
+  static __device__ __forceinline__ int offset(int row, int chunk) { return row * row_bytes + ((chunk ^ swizzle(row)) << 4); }
+};
+
+// Copies (Rows x Dim) tiles with Threads threads. A thread always handles the same 16-byte column, so that its column
+// predicate and pointer are computed once. VectorBytes is the alignment that every row of the source has.
+template <int Rows, int Dim, int Threads, int VectorBytes, bool ExactDim>
+struct TileLoader {
+  using Layout = TileLayout<Dim>;
+  static constexpr int rows_per_pass = Threads / Layout::chunks;
+  static constexpr int passes = (Rows + rows_per_pass - 1) / rows_per_pass;
+  static constexpr bool all_threads = rows_per_pass * Layout::chunks == Threads;
+  static constexpr bool whole_passes = Rows % rows_per_pass == 0;
+
+  int row, chunk;
+  int valid_bytes;  // of this thread's chunk that lie inside head_dim
+
+  __device__ __forceinline__ TileLoader(int thread, int head_dim) {
+    row = thread / Layout::chunks;
+    chunk = thread % Layout::chunks;
+    const int bytes = 2 * head_dim - 16 * chunk;
+    valid_bytes = ExactDim ? 16 : bytes < 0 ? 0 : bytes > 16 ? 16 : bytes;
+  }
+
+  __device__ __forceinline__ bool active(int pass) const {
+    return (all_threads || row < rows_per_pass) && (whole_passes || row + pass * rows_per_pass < Rows);
+  }
+
+  // Loads rows [0, rows_left) of the tile at gTile and zero-fills the others; CheckRows = false when all rows exist.
+  template <bool CheckRows>
+  __device__ __forceinline__ void load(unsigned sTile, const char* gTile, int64 row_stride, int rows_left) const {
+    const char* source = gTile + row * row_stride + 16 * chunk;
+#pragma unroll
+    for (int pass = 0; pass < passes; ++pass) {
+      const int r = row + pass * rows_per_pass;
+      const unsigned target = sTile + Layout::offset(r, chunk);
+      if (active(pass)) {
+        const bool inside = !CheckRows || r < rows_left;
+        copy_chunk(target, inside ? source : gTile, inside ? valid_bytes : 0, !CheckRows && ExactDim);
+      }
+      source += rows_per_pass * row_stride;
+    }
+  }
+
+  // Calls f(address) with this thread's chunks of a tile it has loaded.
+  template <class F>
+  __device__ __forceinline__ void for_each_chunk(unsigned sTile, F&& f) const {
+#pragma unroll
+    for (int pass = 0; pass < passes; ++pass)
+      if (active(pass)) f(sTile + Layout::offset(row + pass * rows_per_pass, chunk));
+  }
+
+ private:
+  static __device__ __forceinline__ void copy_chunk(unsigned target, const char* source, int valid, bool whole) {
+    if constexpr (VectorBytes == 16) {
+      if (whole) {
+        cp_async<16>(target, source);
+      } else {
+        cp_async<16>(target, source, valid);
+      }
+    } else if constexpr (VectorBytes >= 4) {
+#pragma unroll
+      for (int piece = 0; piece < 16; piece += VectorBytes) {
+        const int left = valid - piece;
+        cp_async<VectorBytes>(target + piece, left > 0 ? source + piece : source,
+                              left < 0 ? 0 : left > VectorBytes ? VectorBytes : left);
+      }
+    } else {
+      unsigned words[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const unsigned short* pair = reinterpret_cast<const unsigned short*>(source) + 2 * w;
+        const unsigned low = 4 * w < valid ? pair[0] : 0;
+        const unsigned high = 4 * w + 2 < valid ? pair[1] : 0;
+        words[w] = low | high << 16;
+      }
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                   "r"(words[3])
+                   : "memory");
+    }
+  }
+};
+
+// ldmatrix addresses of 16x16 blocks of a tile for one lane. The block index along Dim only changes bits of the chunk
+// number that the lane's own part leaves 0, so it is XORed in, and the row block is a plain offset.
+template <int Dim>
+struct FragmentAddress {
+  using Layout = TileLayout<Dim>;
+  unsigned base;  // of the lane's row in block (0, 0)
+  int chunk;      // the lane's chunk in block (0, 0), swizzled
+
+  // A operand, and B operand read with .trans: matrices ordered down the rows first.
+  static __device__ __forceinline__ FragmentAddress rows_first(unsigned sTile, int lane) {
+    return make(sTile, lane & 15, lane >> 4);
+  }
+
+  // B operand read without .trans: matrices ordered along Dim first.
+  static __device__ __forceinline__ FragmentAddress columns_first(unsigned sTile, int lane) {
+    return make(sTile, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+  }
+
+  __device__ __forceinline__ unsigned block(int row_block, int dim_block) const {
+    return base + row_block * 16 * Layout::row_bytes + ((chunk ^ (2 * dim_block)) << 4);
+  }
+
+ private:
+  static __device__ __forceinline__ FragmentAddress make(unsigned sTile, int row, int chunk) {
+    return {sTile + row * Layout::row_bytes, chunk ^ Layout::swizzle(row)};
+  }
+};
+
+}  // namespace cuflash
