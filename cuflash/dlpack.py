@@ -154,9 +154,14 @@ def device_of(obj: Any, name: str) -> tuple[DeviceKind, int]:
     device_type, device_id = (int(field) for field in obj.__dlpack_device__())
     kind = _DEVICE_KINDS.get(device_type)
     if kind is None:
-        device = _FOREIGN_DEVICES.get(device_type, f"DLPack type {device_type}")
-        raise ValueError(f"{name} is on a device of kind {device}; cuflash runs on the CPU and on CUDA GPUs, move it there")
+        device = _FOREIGN_DEVICES.get(device_type, f"DLPack type-{device_type}")
+        raise foreign_device(name, device)
     return kind, (0 if kind == "cpu" else device_id)
+
+
+def foreign_device(name: str, kind: str) -> ValueError:
+    """The error for an array on a device that cuflash does not run on."""
+    return ValueError(f"{name} is on a {kind} device; cuflash runs on the CPU and on CUDA GPUs, so move {name} to one")
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -188,7 +193,7 @@ def _tensor_of(capsule: Any, name: str) -> tuple[DLTensor, bool]:
         address = _PYTHON.PyCapsule_GetPointer(capsule, b"dltensor_versioned")
         managed = DLManagedTensorVersioned.from_address(address)
         if managed.version.major != MAX_VERSION[0]:
-            raise ValueError(f"{name} exports DLPack {managed.version.major}, of which cuflash knows only {MAX_VERSION[0]}")
+            raise ValueError(f"{name} exports DLPack {managed.version.major}; cuflash reads version {MAX_VERSION[0]}")
         return managed.dl_tensor, bool(managed.flags & _FLAG_READ_ONLY)
     if _PYTHON.PyCapsule_IsValid(capsule, b"dltensor"):
         return DLManagedTensor.from_address(_PYTHON.PyCapsule_GetPointer(capsule, b"dltensor")).dl_tensor, False

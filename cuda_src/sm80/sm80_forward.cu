@@ -63,6 +63,12 @@ struct KeyValueRing {
     write_stage = write_stage + 1 == Config::stages ? 0 : write_stage + 1;
   }
 
+  // Once the block has entered `tile`, the stage of the tile before it is free for the one stages - 1 further on.
+  __device__ __forceinline__ void fetch_ahead(int tile, int first) {
+    if (tile - (Config::stages - 1) >= first) fetch<false>(tile - (Config::stages - 1), 0);
+    cp_async_commit();
+  }
+
   __device__ __forceinline__ unsigned k_tile() const { return sK + read_stage * Shape::k_bytes; }
   __device__ __forceinline__ unsigned v_tile() const { return sV + read_stage * Shape::v_bytes; }
   __device__ __forceinline__ void release() { read_stage = read_stage + 1 == Config::stages ? 0 : read_stage + 1; }
@@ -190,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
   }
 
   QueryFragments query{FragmentAddress<Shape::tile_d>::rows_first(sQ, lane)};
-  query.address.base += warp_row * TileLayout<Shape::tile_d>::row_bytes;
+  query.address.origin += warp_row * TileLayout<Shape::tile_d>::row_bytes;
   if constexpr (Config::q_in_registers) {
     cp_async_wait<Config::stages - 2>();
     __syncthreads();
@@ -204,11 +210,10 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
   for (int tile = tiles.last - 1; tile >= tiles.first; --tile) {
     const bool masked = tiles.needs_mask(tile);
     const bool nonfinite = acquire(ring, masked);
-    if (tile - (Config::stages - 1) >= tiles.first) ring.fetch<false>(tile - (Config::stages - 1), 0);
-    cp_async_commit();
-
+    if constexpr (!Config::late_fetch) ring.fetch_ahead(tile, tiles.first);
     float rS[Shape::m_tiles][Shape::n_tiles][4];
     query_key(rS, query, ring.k_tile(), lane);
+    if constexpr (Config::late_fetch) ring.fetch_ahead(tile, tiles.first);
     stage_scores<Config::score>(rS, p);
     const int row = row_begin + warp_row + lane / 4;
     if (masked) mask_scores<Config::has_band>(rS, p, row, tile * Shape::tile_n + 2 * (lane % 4));

@@ -101,31 +101,26 @@ struct TileLoader {
   }
 };
 
-// ldmatrix addresses of 16x16 blocks of a tile for one lane. The block index along Dim only changes bits of the chunk
-// number that the lane's own part leaves 0, so it is XORed in, and the row block is a plain offset.
+// ldmatrix addresses of 16x16 blocks of a tile for one lane. Rows are aligned to the span that the swizzle permutes, so the
+// block's place in that span is XORed into the address and the rest is a constant offset.
 template <int Dim>
 struct FragmentAddress {
   using Layout = TileLayout<Dim>;
-  unsigned base;  // of the lane's row in block (0, 0)
-  int chunk;      // the lane's chunk in block (0, 0), swizzled
+  static constexpr int span_blocks = Dim % 64 == 0 ? 4 : 2;  // 16-column blocks within the span of the swizzle
+  unsigned origin;                                           // the lane's address in block (0, 0)
 
   // A operand, and B operand read with .trans: matrices ordered down the rows first.
   static __device__ __forceinline__ FragmentAddress rows_first(unsigned sTile, int lane) {
-    return make(sTile, lane & 15, lane >> 4);
+    return {sTile + Layout::offset(lane & 15, lane >> 4)};
   }
 
   // B operand read without .trans: matrices ordered along Dim first.
   static __device__ __forceinline__ FragmentAddress columns_first(unsigned sTile, int lane) {
-    return make(sTile, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+    return {sTile + Layout::offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)};
   }
 
   __device__ __forceinline__ unsigned block(int row_block, int dim_block) const {
-    return base + row_block * 16 * Layout::row_bytes + ((chunk ^ (2 * dim_block)) << 4);
-  }
-
- private:
-  static __device__ __forceinline__ FragmentAddress make(unsigned sTile, int row, int chunk) {
-    return {sTile + row * Layout::row_bytes, chunk ^ Layout::swizzle(row)};
+    return (origin ^ (dim_block % span_blocks * 32)) + dim_block / span_blocks * (span_blocks * 32) + row_block * 16 * Layout::row_bytes;
   }
 };
 

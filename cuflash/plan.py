@@ -1,0 +1,378 @@
+"""From arrays to a ready-made plan: everything about a call that can be decided once and reused.
+
+A plan is looked up by the facts of the arrays and the options (:mod:`cuflash.api`); on a hit it only allocates the
+outputs and launches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from cuflash.arrays import Adapter, view_extent
+from cuflash.dlpack import row_major
+from cuflash.problem import Layout, Options, Problem, canonical_axes, make_problem
+from cuflash.select import check_variant, device_of, select
+from cuflash.variants.base import DeviceInfo, Launcher, Operand, Operands
+from cuflash.view import View
+
+NAMES = ("q", "k", "v")
+_ALIGNMENT = 16  # of every fresh allocation, and the most that a kernel can use
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One checked call: its arrays as views, the Problem, and what the kernel will see.
+
+    Attributes
+    ----------
+    views : tuple of View
+        q, k and v as passed.
+    copies : tuple of (str or None)
+        For q, k and v, why it is copied first, or None.
+    out : View or None
+        The caller's output array.
+    out_shape, lse_shape : tuple of int
+        In the caller's own axes.
+    """
+
+    options: Options
+    views: tuple[View, View, View]
+    copies: tuple[str | None, str | None, str | None]
+    out: View | None
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    problem: Problem
+    operands: Operands
+    device: DeviceInfo
+
+
+class Plan(Protocol):
+    """What is cached: runs the call it was made for on arrays with the same facts."""
+
+    def run(self, q: Any, k: Any, v: Any, out: Any, addresses: tuple[int, int, int, int]) -> Any:
+        """Compute; `addresses` are those of q, k, v and out (0 when there is none)."""
+
+
+def check_call(adapter: Adapter, arrays: Sequence[Any], options: Options, out: Any = None) -> Call:
+    """Check the arrays against each other and describe the call; launches nothing.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument, its value and the remedy.
+    """
+    q, k, v = (adapter.view(x, name) for x, name in zip(arrays, NAMES, strict=True))
+    for name, view in (("k", k), ("v", v)):
+        if view.dtype != q.dtype:
+            raise TypeError(f"q is {q.dtype} but {name} is {view.dtype}; cast them to one dtype")
+        if _place(view) != _place(q):
+            raise ValueError(f"q is on {_place(q)} but {name} is on {_place(view)}; move them to one device")
+    problem = make_problem(q.shape, k.shape, v.shape, q.dtype, options)
+    out_shape = (*q.shape[:-1], v.shape[-1])
+    out_view = None if out is None else _check_out(adapter, out, out_shape, q)
+    copies = tuple(adapter.copy_reason(x, view) for x, view in zip(arrays, (q, k, v), strict=True))
+    q_operand, k_operand, v_operand = (
+        _fresh(view.shape, problem, options.layout) if why else operand_of(view, problem, options.layout)
+        for view, why in zip((q, k, v), copies, strict=True)
+    )
+    out_operand = (
+        _fresh(out_shape, problem, options.layout)
+        if out_view is None
+        else operand_of(out_view, problem, options.layout)
+    )
+    lse4 = (problem.batch, problem.heads_q, problem.seqlen_q)
+    return Call(
+        options=options,
+        views=(q, k, v),
+        copies=(copies[0], copies[1], copies[2]),
+        out=out_view,
+        out_shape=out_shape,
+        lse_shape=lse4[4 - len(q.shape) :] if len(q.shape) < 4 else lse4,
+        problem=problem,
+        operands=Operands(q_operand, k_operand, v_operand, out_operand),
+        device=device_of(q.device_kind, q.device_index),
+    )
+
+
+def _place(view: View) -> str:
+    return "the CPU" if view.device_kind == "cpu" else f"cuda:{view.device_index}"
+
+
+def operand_of(view: View, problem: Problem, layout: Layout) -> Operand:
+    """Layout of one array as a kernel sees it; strides of axes that are never stepped along become 0."""
+    steps = tuple(stride if size > 1 else 0 for size, stride in zip(view.shape, view.strides, strict=True))
+    batch, seqlen, heads, _ = canonical_axes("array", steps, layout, missing=0)
+    low = (view.pointer | batch * problem.itemsize | seqlen * problem.itemsize | heads * problem.itemsize) % _ALIGNMENT
+    return Operand((batch, seqlen, heads), low & -low or _ALIGNMENT)
+
+
+def _fresh(shape: tuple[int, ...], problem: Problem, layout: Layout) -> Operand:
+    """Layout of a C-contiguous array that is yet to be allocated."""
+    return operand_of(View(0, shape, row_major(shape), problem.dtype, "cpu", 0, False), problem, layout)
+
+
+def contiguous_operands(problem: Problem) -> Operands:
+    """Layouts of C-contiguous bshd arrays, for explaining a Problem that no array has been made for."""
+    p = problem
+    return Operands(
+        *(
+            _fresh(shape, p, "bshd")
+            for shape in (
+                (p.batch, p.seqlen_q, p.heads_q, p.head_dim),
+                (p.batch, p.seqlen_k, p.heads_kv, p.head_dim),
+                (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v),
+                (p.batch, p.seqlen_q, p.heads_q, p.head_dim_v),
+            )
+        )
+    )
+
+
+def _check_out(adapter: Adapter, out: Any, shape: tuple[int, ...], q: View) -> View:
+    view = adapter.view(out, "out")
+    if view.shape != shape:
+        raise ValueError(f"out has shape {view.shape}; it must be {shape} (the shape of q with the head_dim of v)")
+    if view.dtype != q.dtype:
+        raise TypeError(f"q is {q.dtype} but out is {view.dtype}; pass an out of the dtype of q")
+    if _place(view) != _place(q):
+        raise ValueError(f"q is on {_place(q)} but out is on {_place(view)}; pass an out on the device of q")
+    if view.read_only:
+        raise ValueError("out is read-only; pass an array that can be written")
+    if reason := adapter.copy_reason(out, view):
+        raise ValueError(f"out cannot be written in place: {reason}; pass a C-contiguous array")
+    if _may_self_overlap(view):
+        raise ValueError(f"out has strides {view.strides} for shape {shape}, so that elements share memory; pass out.copy()")
+    return view
+
+
+def _may_self_overlap(view: View) -> bool:
+    """Whether two elements may share an address: true unless each stride steps over all that the smaller ones reach."""
+    reach = 0
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(view.strides, view.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+class _Ghost:
+    """An array shape at an address, for address arithmetic only: its memory is never touched."""
+
+    def __init__(self, address: int, view: View, itemsize: int) -> None:
+        self.__array_interface__ = {
+            "shape": view.shape,
+            "strides": tuple(stride * itemsize for stride in view.strides),
+            "typestr": f"|V{itemsize}",
+            "data": (address, True),
+            "version": 3,
+        }
+
+
+class OutGuard:
+    """Refuses, at each call, an `out` that shares memory with an input (their addresses are not part of the plan)."""
+
+    def __init__(self, call: Call) -> None:
+        assert call.out is not None
+        self._itemsize = call.problem.itemsize
+        self._views = (*call.views, call.out)
+        self._extents = [view_extent(view, self._itemsize) for view in self._views]
+
+    def check(self, addresses: tuple[int, int, int, int]) -> None:
+        (*extents, (low, high)), address = self._extents, addresses[3]
+        for i, (first, last) in enumerate(extents):
+            apart = address + high <= addresses[i] + first or addresses[i] + last <= address + low
+            if not apart and first < last and low < high and self._share(i, addresses):
+                raise ValueError(f"out shares memory with {NAMES[i]}, which is still read while out is written; pass another")
+
+    def _share(self, i: int, addresses: tuple[int, int, int, int]) -> bool:
+        """Exact test, for interleaved arrays such as slices of one packed buffer."""
+        one, other = (np.asarray(_Ghost(addresses[n], self._views[n], self._itemsize)) for n in (i, 3))
+        try:
+            return np.shares_memory(one, other, max_work=100_000)
+        except np.exceptions.TooHardError:
+            return True
+
+
+def make_plan(
+    adapter: Adapter, arrays: Sequence[Any], options: Options, variant: str | None, return_lse: bool, out: Any
+) -> Plan:
+    """Check a call, choose its variant, compile or load the kernel and return the plan.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedProblem, CompilationError
+    """
+    check_variant(variant)
+    if out is not None and adapter.immutable:
+        raise TypeError(f"out={type(out).__name__}: {adapter.framework} arrays are immutable; leave out as None")
+    call = check_call(adapter, arrays, options, out)
+    if call.problem.is_empty:
+        return EmptyPlan(adapter, call, arrays[0], return_lse)
+    chosen, config = select(call.problem, call.operands, call.device, variant)
+    with adapter.device(call.device.index) if call.device.kind == "cuda" else nullcontext():
+        launch = chosen.launcher(call.problem, call.operands, call.device, config)
+    if call.device.kind == "cpu":
+        return CpuPlan(adapter, call, arrays[0], return_lse, launch)
+    if adapter.framework == "JAX":
+        return JaxPlan(call, arrays[0], return_lse, launch)
+    return CudaPlan(adapter, call, arrays[0], return_lse, launch)
+
+
+class _Outputs:
+    """How a plan makes its results: allocators that hold no array of the call alive."""
+
+    def __init__(self, adapter: Adapter, call: Call, q: Any, return_lse: bool) -> None:
+        problem = call.problem
+        self.adapter = adapter
+        self.new_out = adapter.allocator(call.out_shape, problem.dtype, q)
+        self.new_lse = adapter.allocator(call.lse_shape, problem.lse_dtype, q) if return_lse else None
+        self.guard = None if call.out is None else OutGuard(call)
+        self.copies = tuple(why is not None for why in call.copies) if any(call.copies) else None
+
+    def copied(self, arrays: tuple[Any, Any, Any]) -> list[Any]:
+        """The inputs, with those that kernels cannot read in place replaced by compact copies."""
+        if self.copies is None:
+            return list(arrays)
+        return [self.adapter.contiguous(x) if copy else x for x, copy in zip(arrays, self.copies, strict=True)]
+
+
+class EmptyPlan(_Outputs):
+    """For outputs with no element: nothing to compute."""
+
+    def run(self, q: Any, k: Any, v: Any, out: Any, addresses: tuple[int, int, int, int]) -> Any:
+        result = self.adapter.publish(self.new_out(), q) if out is None else out
+        return result if self.new_lse is None else (result, self.adapter.publish(self.new_lse(), q))
+
+
+class CpuPlan(_Outputs):
+    """Runs a CPU launcher on NumPy views in bshd order; the memory is the caller's framework's."""
+
+    def __init__(self, adapter: Adapter, call: Call, q: Any, return_lse: bool, launch: Launcher) -> None:
+        super().__init__(adapter, call, q, return_lse)
+        self.launch = launch
+        self.layout = call.options.layout
+        self.lse4 = (call.problem.batch, call.problem.heads_q, call.problem.seqlen_q)
+
+    def run(self, q: Any, k: Any, v: Any, out: Any, addresses: tuple[int, int, int, int]) -> Any:
+        adapter, layout = self.adapter, self.layout
+        if self.guard is not None:
+            self.guard.check(addresses)
+        inputs = [as_bshd(adapter.to_numpy(x), layout) for x in self.copied((q, k, v))]
+        result = self.new_out() if out is None else out
+        lse = None if self.new_lse is None else self.new_lse()
+        lse4 = None if lse is None else adapter.to_numpy(lse).reshape(self.lse4)
+        self.launch(*inputs, as_bshd(adapter.to_numpy(result), layout), lse4)
+        if out is None:
+            result = adapter.publish(result, q)
+        else:
+            adapter.wrote(out)
+        return result if lse is None else (result, adapter.publish(lse, q))
+
+
+def as_bshd(x: np.ndarray[Any, Any], layout: Layout) -> np.ndarray[Any, Any]:
+    """View of a 2-, 3- or 4-dimensional array as (batch, seqlen, heads, dim)."""
+    if x.ndim == 2:
+        return x[None, :, None, :]
+    if x.ndim == 3:
+        x = x[None]
+    return x if layout == "bshd" else x.transpose(0, 2, 1, 3)
+
+
+class CudaPlan(_Outputs):
+    """Launches on the framework's current stream of the arrays' device, with outputs from its allocator."""
+
+    def __init__(self, adapter: Adapter, call: Call, q: Any, return_lse: bool, launch: Launcher) -> None:
+        super().__init__(adapter, call, q, return_lse)
+        self.launch = launch
+        self.index = call.device.index
+        self.current_device = adapter.current_device
+        self.stream = adapter.stream
+        self.address = adapter.address
+
+    def run(self, q: Any, k: Any, v: Any, out: Any, addresses: tuple[int, int, int, int]) -> Any:
+        if self.current_device() != self.index:
+            with self.adapter.device(self.index):
+                return self._enqueue(q, k, v, out, addresses)
+        return self._enqueue(q, k, v, out, addresses)
+
+    def _enqueue(self, q: Any, k: Any, v: Any, out: Any, addresses: tuple[int, int, int, int]) -> Any:
+        at_q, at_k, at_v, at_out = addresses
+        result = out
+        if out is None:
+            result = self.new_out()
+            at_out = self.address(result)
+        elif self.guard is not None:
+            self.guard.check(addresses)
+        if self.copies is not None:
+            q, k, v = self.copied((q, k, v))  # the names keep the copies alive until the launch is enqueued
+            at_q, at_k, at_v = self.address(q), self.address(k), self.address(v)
+        if self.new_lse is None:
+            self.launch(at_q, at_k, at_v, at_out, 0, self.stream(self.index))
+        else:
+            lse = self.new_lse()
+            self.launch(at_q, at_k, at_v, at_out, self.address(lse), self.stream(self.index))
+            result = (result, lse)
+        if out is not None:
+            self.adapter.wrote(out)
+        return result
+
+
+class JaxPlan:
+    """Launches from inside a jitted function: XLA allocates the outputs and gives its own stream."""
+
+    def __init__(self, call: Call, q: Any, return_lse: bool, launch: Launcher) -> None:
+        specs = [(call.out_shape, call.problem.dtype)]
+        if return_lse:
+            specs.append((call.lse_shape, call.problem.lse_dtype))
+        device = next(iter(q.sharding.device_set))
+        self.return_lse = return_lse
+        self.function = jax_function(launch, specs, device)
+
+    def run(self, q: Any, k: Any, v: Any, out: Any, addresses: tuple[int, int, int, int]) -> Any:
+        results = self.function(q, k, v)
+        return tuple(results) if self.return_lse else results[0]
+
+
+def jax_function(
+    launch: Launcher, specs: Sequence[tuple[tuple[int, ...], str]], device: Any
+) -> Callable[[Any, Any, Any], list[Any]]:
+    """A jitted function of (q, k, v) that runs a CUDA launcher on XLA's buffers.
+
+    Parameters
+    ----------
+    launch : callable
+        Takes the addresses of q, k, v, out and lse (0 for none) and the stream.
+    specs : sequence of (shape, dtype name)
+        Of out, and of lse when it is wanted.
+    device : jax.Device
+        Where the inputs are; inputs and outputs are pinned to it, since JAX may otherwise move uncommitted arrays.
+    """
+    import jax
+    from jax.experimental.buffer_callback import buffer_callback
+
+    from cuflash.dlpack import from_dlpack_capsule
+
+    def on_buffers(context: Any, outputs: list[Any], *inputs: Any) -> None:
+        # A CPU context has no stream: it occurs only where a test runs this route without a GPU.
+        views = [from_dlpack_capsule(buffer, name="buffer") for buffer in (*inputs, *outputs)]
+        if any(view.pointer % _ALIGNMENT for view in views):
+            raise RuntimeError(f"XLA gave buffers that are not aligned to {_ALIGNMENT} bytes: {views}")
+        q, k, v, out, lse = [view.pointer for view in views] + [0] * (5 - len(views))
+        if views[0].device_kind == "cpu":
+            launch(q, k, v, out, lse, 0)
+            return
+        import cupy
+
+        with cupy.cuda.Device(views[0].device_index):  # XLA calls from a thread of its own
+            launch(q, k, v, out, lse, context.stream)
+
+    with jax.default_device(device):
+        shapes = [jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in specs]
+        on_device = jax.sharding.SingleDeviceSharding(device)
+        return jax.jit(buffer_callback(on_buffers, shapes), in_shardings=on_device, out_shardings=on_device)
