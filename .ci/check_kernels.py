@@ -1,7 +1,7 @@
-"""Compile every kernel Config with no GPU and read the result: spills, ptxas' performance notes, expected instructions.
+"""Compile every kernel Config with no GPU and look for spills, ptxas' performance notes and missing instructions.
 
-The Configs come from ``cuflash.variants.ci_configs()``: (config, arch, SASS opcodes that must occur). Exit status 0 when
-all are good, 1 when one is not, 2 when there is no disassembler.
+The Configs come from ``cuflash.variants.ci_configs()``: (config, arch, SASS opcodes that must occur). Exit status 0
+when all are good, 1 when one is not, 2 when there is no disassembler.
 """
 
 from __future__ import annotations

@@ -177,30 +177,29 @@ def _write(base: Path, key: str, cubin: bytes, meta: Mapping[str, Any]) -> Entry
         _sync_directory(work)
         target = _directory(base, key)
         _make_private(target.parent)
-        return _rename_into_place(work, target, base, key)
+        theirs = _rename_into_place(work, target, base, key)
+        return Entry(target / CUBIN, full) if theirs is None else theirs
     finally:
         shutil.rmtree(work, ignore_errors=True)  # gone already when the rename won
 
 
-def _rename_into_place(work: Path, target: Path, base: Path, key: str) -> Entry:
+def _rename_into_place(work: Path, target: Path, base: Path, key: str) -> Entry | None:
+    """Make `work` the entry; return the good entry of another writer when one is there, None when ours is."""
     for _ in range(5):
         try:
             os.rename(work, target)
+            _sync_directory(target.parent)
+            return None
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        else:
-            _sync_directory(target.parent)
         try:
-            # Reading back covers both outcomes: our own entry, or that of the writer that was first.
             entry = _read(base, key)
         except CorruptEntry:
             _discard(base, key)
-            entry = None
+            continue
         if entry is not None:
             return entry
-        if not work.is_dir():
-            break
     raise OSError(f"{target} could not be replaced by a good entry")
 
 

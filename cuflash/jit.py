@@ -16,6 +16,7 @@ import os
 import posixpath
 import re
 import struct
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -79,13 +80,13 @@ class LoadedKernel:
     function : int
         The CUfunction, for ``cuLaunchKernel``; valid while this object lives.
     compiled : CompiledKernel
-    owner : object
-        The CuPy function that keeps the module loaded.
+    owner : cupy.RawKernel
+        Keeps the module loaded.
     """
 
     function: int
     compiled: CompiledKernel
-    owner: object = field(repr=False, compare=False)
+    owner: Any = field(repr=False, compare=False)
 
 
 def source_root() -> Path:
@@ -218,6 +219,11 @@ def _constant(name: str, value: object, where: str) -> str:
     raise TypeError(f"{where} has type {type(value).__name__}; a Config field must be int, bool, float or str")
 
 
+# cuda.core replaces itself in sys.modules while it is imported, which breaks when two threads import it at once.
+_import_lock = threading.Lock()
+_NO_COMPILER = "compiling needs cuda-core and NVRTC ({}); pip install 'cuflash[cuda13]' or 'cuflash[cuda12]'"
+
+
 @functools.cache
 def nvrtc_version() -> str:
     """NVRTC's version, with the builds of its installed wheels since NVRTC itself tells major and minor only.
@@ -230,13 +236,12 @@ def nvrtc_version() -> str:
     from importlib import metadata
 
     try:
-        from cuda.bindings import nvrtc
+        with _import_lock:
+            from cuda.bindings import nvrtc
 
         _, major, minor = nvrtc.nvrtcVersion()
     except Exception as error:  # the loader's error classes differ between cuda-bindings versions
-        raise ImportError(
-            f"compiling needs cuda-core and NVRTC ({error}); pip install 'cuflash[cuda13]' or 'cuflash[cuda12]'"
-        ) from error
+        raise ImportError(_NO_COMPILER.format(error)) from error
     builds = []
     for wheel in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
         try:
@@ -295,8 +300,11 @@ def compile_config(
 
 
 def _compile(config: Any, unit: str, arch: str, options: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
-    from cuda.core import Program, ProgramOptions
-
+    try:
+        with _import_lock:
+            from cuda.core import Program, ProgramOptions
+    except ImportError as error:
+        raise ImportError(_NO_COMPILER.format(error)) from error
     log = io.StringIO()
     started = time.perf_counter()
     try:
@@ -317,8 +325,7 @@ def _compile(config: Any, unit: str, arch: str, options: dict[str, Any]) -> tupl
     }
     if meta["registers"] == 0:
         found = ", ".join(re.findall(r"entry function '(\w+)'", text)) or "none"
-        text = f"{config.source} has no kernel {config.kernel!r}, only: {found}\n{text}"
-        raise _compilation_error(config, arch, text)
+        raise _compilation_error(config, arch, f"{config.source} has no {config.kernel!r}, only: {found}\n{text}")
     return cubin, meta
 
 
@@ -380,7 +387,10 @@ def load(config: Any, device_index: int, *, arch: str, dynamic_shared_bytes: int
         kernel = _loaded[name]
         if dynamic_shared_bytes > _opted_in.get(name, -1):
             if dynamic_shared_bytes + kernel.compiled.report.static_shared_bytes > _STATIC_LIMIT:
-                _opt_in(kernel, device_index, dynamic_shared_bytes)
+                import cupy
+
+                with cupy.cuda.Device(device_index):
+                    kernel.owner.max_dynamic_shared_size_bytes = dynamic_shared_bytes
             _opted_in[name] = dynamic_shared_bytes
         return kernel
 
@@ -392,10 +402,3 @@ def _load(config: Any, device_index: int, arch: str) -> LoadedKernel:
     with cupy.cuda.Device(device_index):
         function = cupy.RawModule(path=str(compiled.path)).get_function(compiled.name)
         return LoadedKernel(function.kernel.ptr, compiled, function)  # .kernel forces the load
-
-
-def _opt_in(kernel: LoadedKernel, device_index: int, dynamic_shared_bytes: int) -> None:
-    import cupy
-
-    with cupy.cuda.Device(device_index):
-        kernel.owner.max_dynamic_shared_size_bytes = dynamic_shared_bytes  # type: ignore[attr-defined]
