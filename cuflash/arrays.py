@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.dlpack import device_of, foreign_device, from_dlpack_capsule, row_major
+from cuflash.dlpack import device_of, foreign_device, from_dlpack_capsule
 from cuflash.problem import DTYPES
 from cuflash.view import View
 
@@ -38,7 +38,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if name == "bfloat16":
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return dtype
     return np.dtype(name)
 
 
@@ -114,6 +115,10 @@ class Adapter:
 
     def wrote(self, x: Any) -> None:
         """Tell the framework that the caller's `out` was written behind its back."""
+
+    def address(self, x: Any) -> int:
+        """Address of a CUDA array's first element."""
+        raise NotImplementedError
 
     def stream(self, device_index: int) -> int:
         """Address of the framework's current CUDA stream on a device."""
@@ -191,6 +196,9 @@ class CuPyAdapter(Adapter):
         # The constructor is what cupy.empty calls, at a third of its cost.
         return partial(self._cupy.ndarray, shape, numpy_dtype(dtype))
 
+    def address(self, x: Any) -> int:
+        return x.data.ptr  # type: ignore[no-any-return]
+
     def stream(self, device_index: int) -> int:
         return int(self._current_stream().ptr)  # the caller has selected the device
 
@@ -205,6 +213,7 @@ class TorchAdapter(Adapter):
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._grad_enabled = torch.is_grad_enabled
+        self.address = torch.Tensor.data_ptr  # type: ignore[method-assign]
         # The public spellings of these two cost 7 us and 0.5 us; these are what torch's own generated code calls.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.stream = raw_stream or (lambda index: torch.cuda.current_stream(index).cuda_stream)  # type: ignore[method-assign]
@@ -265,78 +274,6 @@ class TorchAdapter(Adapter):
         return device
 
 
-class JaxAdapter(Adapter):
-    """JAX arrays. XLA may hold one in any axis order but hands it to kernels in row-major order, so views say that."""
-
-    framework = "JAX"
-    immutable = True
-
-    def __init__(self, jax: Any) -> None:
-        self._jax = jax
-
-    def facts(self, x: Any, name: str) -> tuple[int, Hashable]:
-        if x.is_deleted():
-            raise ValueError(f"{name} is a JAX array that was deleted or donated; pass one that is still alive")
-        return 0, (x.shape, x.dtype, x.sharding)
-
-    def view(self, x: Any, name: str) -> View:
-        check_dtype(name, str(x.dtype))
-        devices = x.sharding.device_set
-        if len(devices) > 1:
-            raise ValueError(
-                f"{name} is sharded over {len(devices)} devices; call cuflash.attention on the shards, "
-                f"or gather it with jax.device_put({name}, device)"
-            )
-        platform = next(iter(devices)).platform
-        if platform not in ("cpu", "gpu", "cuda", "rocm"):
-            raise foreign_device(name, platform)
-        kind, index = device_of(x, name)
-        if platform != "cpu" and x.sharding.memory_kind not in (None, "device"):
-            raise ValueError(f"{name} is in JAX memory {x.sharding.memory_kind!r}; move it to 'device' memory")
-        shape = tuple(x.shape)
-        return View(x.unsafe_buffer_pointer(), shape, row_major(shape), str(x.dtype), kind, index, True, x)
-
-    def contiguous(self, x: Any) -> Any:
-        return x
-
-    def allocator(self, shape: tuple[int, ...], dtype: str, like: Any) -> Callable[[], Any]:
-        return partial(np.empty, shape, numpy_dtype(dtype))  # filled on the host, then published
-
-    def to_numpy(self, x: Any) -> np.ndarray[Any, Any]:
-        array = np.asarray(x)
-        itemsize = array.dtype.itemsize
-        if array.ndim and array.shape[-1] > 1 and array.strides[-1] != itemsize:  # an axis order other than row-major
-            return np.ascontiguousarray(array)
-        return array
-
-    def publish(self, x: Any, like: Any) -> Any:
-        device = next(iter(like.sharding.device_set))
-        if x.dtype != np.float64:
-            return self._jax.device_put(x, device)
-        # float64 inputs can outlive the scope that allowed 64-bit types; the result must not be rounded.
-        with self._enable_x64():
-            return self._jax.device_put(x, device)
-
-    def _enable_x64(self) -> AbstractContextManager[Any]:
-        scope: AbstractContextManager[Any]
-        if hasattr(self._jax, "enable_x64"):
-            scope = self._jax.enable_x64(True)
-        else:
-            from jax.experimental import enable_x64
-
-            scope = enable_x64()
-        return scope
-
-    def device(self, device_index: int) -> AbstractContextManager[Any]:
-        import cupy
-
-        device: AbstractContextManager[Any] = cupy.cuda.Device(device_index)
-        return device
-
-    def current_device(self) -> int:
-        return -1  # JAX has no notion of it: always select
-
-
 class DLPackAdapter(Adapter):
     """Any other array with ``__dlpack__``: taken as a NumPy array on the CPU or a CuPy array on a GPU."""
 
@@ -380,12 +317,18 @@ def view_extent(view: View, itemsize: int) -> tuple[int, int]:
     return sum(min(r, 0) for r in reach), sum(max(r, 0) for r in reach) + itemsize
 
 
+@lru_cache
+def _jax_adapter(jax: Any) -> Adapter:
+    from cuflash.arrays_jax import JaxAdapter
+
+    return JaxAdapter(jax)
+
+
 _BY_TYPE: dict[type, Adapter] = {}
 _NUMPY = NumPyAdapter()
 _DLPACK = DLPackAdapter()
 _cupy_adapter = lru_cache(CuPyAdapter)
 _torch_adapter = lru_cache(TorchAdapter)
-_jax_adapter = lru_cache(JaxAdapter)
 
 
 def adapter_of(x: Any, name: str) -> Adapter:

@@ -6,10 +6,9 @@ outputs and launches.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +22,7 @@ from cuflash.view import View
 
 NAMES = ("q", "k", "v")
 _ALIGNMENT = 16  # of every fresh allocation, and the most that a kernel can use
+_MAX_OVERLAP_WORK = 100_000  # beyond this, arrays count as overlapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def check_call(adapter: Adapter, arrays: Sequence[Any], options: Options, out: A
         copies=(copies[0], copies[1], copies[2]),
         out=out_view,
         out_shape=out_shape,
-        lse_shape=lse4[4 - len(q.shape) :] if len(q.shape) < 4 else lse4,
+        lse_shape=lse4[4 - len(q.shape) :],
         problem=problem,
         operands=Operands(q_operand, k_operand, v_operand, out_operand),
         device=device_of(q.device_kind, q.device_index),
@@ -146,7 +146,7 @@ def _check_out(adapter: Adapter, out: Any, shape: tuple[int, ...], q: View) -> V
     if reason := adapter.copy_reason(out, view):
         raise ValueError(f"out cannot be written in place: {reason}; pass a C-contiguous array")
     if _may_self_overlap(view):
-        raise ValueError(f"out has strides {view.strides} for shape {shape}, so that elements share memory; pass out.copy()")
+        raise ValueError(f"out has strides {view.strides} for shape {shape}: its elements share memory; pass a copy")
     return view
 
 
@@ -177,10 +177,10 @@ class _Ghost:
 class OutGuard:
     """Refuses, at each call, an `out` that shares memory with an input (their addresses are not part of the plan)."""
 
-    def __init__(self, call: Call) -> None:
-        assert call.out is not None
-        self._itemsize = call.problem.itemsize
-        self._views = (*call.views, call.out)
+    def __init__(self, inputs: tuple[View, View, View], out: View, itemsize: int) -> None:
+        self._itemsize = itemsize
+        # Without the owners: a plan must not keep the arrays of its first call alive.
+        self._views = [replace(view, owner=None) for view in (*inputs, out)]
         self._extents = [view_extent(view, self._itemsize) for view in self._views]
 
     def check(self, addresses: tuple[int, int, int, int]) -> None:
@@ -188,13 +188,13 @@ class OutGuard:
         for i, (first, last) in enumerate(extents):
             apart = address + high <= addresses[i] + first or addresses[i] + last <= address + low
             if not apart and first < last and low < high and self._share(i, addresses):
-                raise ValueError(f"out shares memory with {NAMES[i]}, which is still read while out is written; pass another")
+                raise ValueError(f"out shares memory with {NAMES[i]}, which is read while out is written; pass another")
 
     def _share(self, i: int, addresses: tuple[int, int, int, int]) -> bool:
         """Exact test, for interleaved arrays such as slices of one packed buffer."""
         one, other = (np.asarray(_Ghost(addresses[n], self._views[n], self._itemsize)) for n in (i, 3))
         try:
-            return np.shares_memory(one, other, max_work=100_000)
+            return np.shares_memory(one, other, max_work=_MAX_OVERLAP_WORK)  # type: ignore[arg-type]
         except np.exceptions.TooHardError:
             return True
 
@@ -232,7 +232,7 @@ class _Outputs:
         self.adapter = adapter
         self.new_out = adapter.allocator(call.out_shape, problem.dtype, q)
         self.new_lse = adapter.allocator(call.lse_shape, problem.lse_dtype, q) if return_lse else None
-        self.guard = None if call.out is None else OutGuard(call)
+        self.guard = None if call.out is None else OutGuard(call.views, call.out, problem.itemsize)
         self.copies = tuple(why is not None for why in call.copies) if any(call.copies) else None
 
     def copied(self, arrays: tuple[Any, Any, Any]) -> list[Any]:
@@ -330,6 +330,8 @@ class JaxPlan:
         specs = [(call.out_shape, call.problem.dtype)]
         if return_lse:
             specs.append((call.lse_shape, call.problem.lse_dtype))
+        from cuflash.arrays_jax import jax_function
+
         device = next(iter(q.sharding.device_set))
         self.return_lse = return_lse
         self.function = jax_function(launch, specs, device)
@@ -337,42 +339,3 @@ class JaxPlan:
     def run(self, q: Any, k: Any, v: Any, out: Any, addresses: tuple[int, int, int, int]) -> Any:
         results = self.function(q, k, v)
         return tuple(results) if self.return_lse else results[0]
-
-
-def jax_function(
-    launch: Launcher, specs: Sequence[tuple[tuple[int, ...], str]], device: Any
-) -> Callable[[Any, Any, Any], list[Any]]:
-    """A jitted function of (q, k, v) that runs a CUDA launcher on XLA's buffers.
-
-    Parameters
-    ----------
-    launch : callable
-        Takes the addresses of q, k, v, out and lse (0 for none) and the stream.
-    specs : sequence of (shape, dtype name)
-        Of out, and of lse when it is wanted.
-    device : jax.Device
-        Where the inputs are; inputs and outputs are pinned to it, since JAX may otherwise move uncommitted arrays.
-    """
-    import jax
-    from jax.experimental.buffer_callback import buffer_callback
-
-    from cuflash.dlpack import from_dlpack_capsule
-
-    def on_buffers(context: Any, outputs: list[Any], *inputs: Any) -> None:
-        # A CPU context has no stream: it occurs only where a test runs this route without a GPU.
-        views = [from_dlpack_capsule(buffer, name="buffer") for buffer in (*inputs, *outputs)]
-        if any(view.pointer % _ALIGNMENT for view in views):
-            raise RuntimeError(f"XLA gave buffers that are not aligned to {_ALIGNMENT} bytes: {views}")
-        q, k, v, out, lse = [view.pointer for view in views] + [0] * (5 - len(views))
-        if views[0].device_kind == "cpu":
-            launch(q, k, v, out, lse, 0)
-            return
-        import cupy
-
-        with cupy.cuda.Device(views[0].device_index):  # XLA calls from a thread of its own
-            launch(q, k, v, out, lse, context.stream)
-
-    with jax.default_device(device):
-        shapes = [jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in specs]
-        on_device = jax.sharding.SingleDeviceSharding(device)
-        return jax.jit(buffer_callback(on_buffers, shapes), in_shardings=on_device, out_shardings=on_device)

@@ -57,7 +57,8 @@ def why_not(name: str, problem: Problem, operands: Operands, device: DeviceInfo)
     """Why a variant cannot run a problem on a device, or None when it can."""
     kind = REGISTRY[name].device_kind
     if kind != device.kind:
-        return f"runs on {_place(kind)}; these are on {device.name}, and cuflash never moves data between devices"
+        place = "the CPU" if device.kind == "cpu" else device.name
+        return f"runs on {_place(kind)}; these are on {place}, and cuflash never moves data between devices"
     try:
         variant = load(name)
     except ImportError as error:

@@ -1,0 +1,14 @@
+"""Exact, IO-aware attention for NumPy, CuPy, PyTorch and JAX arrays."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from cuflash.api import attention
+from cuflash.errors import CompilationError, UnsupportedProblem
+from cuflash.explain import explain
+
+try:
+    __version__ = version("cuflash")
+except PackageNotFoundError:  # imported from a checkout that is not installed
+    __version__ = "0.0.0+unknown"
+
+__all__ = ["CompilationError", "UnsupportedProblem", "__version__", "attention", "explain"]

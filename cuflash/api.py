@@ -1,0 +1,209 @@
+"""The public function: look the arrays up, find or make the plan for them, run it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from typing import Any
+
+from cuflash.arrays import Adapter, DLPackAdapter, adapter_of
+from cuflash.plan import Plan, make_plan
+from cuflash.problem import Causal, Layout, Options, check_options
+
+_MAX_PLANS = 4096  # a plan is a few kB; a program that has more shapes than this pays for making some again
+_PLANS: dict[Hashable, Plan] = {}
+_PLANS_LOCK = threading.Lock()  # for the bound only: dictionary reads need none
+
+# Values of these types never change and compare by value, so they can be part of a key as they are.
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Causal = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    layout: Layout = "bshd",
+    return_lse: bool = False,
+    variant: str | None = None,
+    out: Any = None,
+) -> Any:
+    r"""Exact attention, ``softmax(mask(softcap(scale * q @ k.T))) @ v``, in memory linear in the sequence length.
+
+    The computation runs where the arrays are (CPU or CUDA GPU), on the current stream of their framework and without
+    waiting for it; the result is an array of the same framework on the same device. Nothing moves between devices.
+
+    Parameters
+    ----------
+    q : array, shape (batch, seqlen_q, heads_q, head_dim)
+        Queries. A NumPy, CuPy, torch or JAX array, or any other with ``__dlpack__`` (taken as, and answered with, a
+        NumPy array on the CPU or a CuPy array on a GPU). float16, bfloat16 (in NumPy: ``ml_dtypes.bfloat16``), float32
+        or float64. Three dimensions mean one batch entry, two also one head: (seqlen, heads, head_dim) and
+        (seqlen, head_dim). Any strides; arrays whose last axis is not contiguous, on a GPU also those with negative
+        strides, are copied first, and ``cuflash.explain`` says so.
+    k : array, shape (batch, seqlen_k, heads_kv, head_dim)
+        Keys. ``heads_q`` must be a multiple of ``heads_kv``: query head ``h`` uses key/value head
+        ``h // (heads_q // heads_kv)``.
+    v : array, shape (batch, seqlen_k, heads_kv, head_dim_v)
+        Values. Head dims are 1 to 256, and ``head_dim_v`` may differ from ``head_dim``. q, k and v have one framework,
+        device, dtype and number of dimensions.
+    causal : {False, True, "bottom-right", "top-left"}, optional
+        Which keys query ``i`` sees. True is "bottom-right": key ``j`` is seen when ``j <= i + seqlen_k - seqlen_q``,
+        so that the last query sees every key. "top-left": when ``j <= i`` (torch's and JAX's ``is_causal``).
+    window : (left, right), optional
+        Query ``i`` sees keys from ``c - left`` to ``c + right``, both included, where ``c = i + seqlen_k - seqlen_q``.
+        None on a side leaves it open. Together with `causal`, a key must pass both.
+    softcap : float, optional
+        Scores become ``softcap * tanh(s / softcap)`` before the masks; 0 means no cap.
+    scale : float, optional
+        Factor on ``q @ k.T``; ``1 / sqrt(head_dim)`` when None.
+    layout : {"bshd", "bhsd"}, optional
+        Order of the axes of q, k, v and the output. "bhsd" has heads before seqlen: (batch, heads, seqlen, dim), or
+        (heads, seqlen, dim) with three dimensions.
+    return_lse : bool, optional
+        Also return the log-sum-exp of each row of scores.
+    variant : str, optional
+        Name of the implementation to use; chosen from the problem and the device when None.
+    out : array, optional
+        Where to write the output: of the shape, dtype, device and framework of the result, writable, with a contiguous
+        last axis and sharing no memory with q, k or v. Not for JAX, whose arrays are immutable.
+
+    Returns
+    -------
+    out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
+        In the layout and number of dimensions of `q`, C-contiguous unless `out` was given.
+    lse : array, shape (batch, heads_q, seqlen_q)
+        Only with `return_lse`: natural log of the sum of exp of the visible scores, float32 (float64 for float64
+        inputs), for both layouts; (heads_q, seqlen_q) with three dimensions and (seqlen_q,) with two.
+
+    Raises
+    ------
+    TypeError
+        For something that is no array, or arrays whose frameworks or dtypes differ or are not taken.
+    ValueError
+        For shapes, devices, options or an `out` that do not fit. Both name the argument, its value and the remedy, and
+        are raised before anything is launched.
+    UnsupportedProblem
+        When the problem is well formed but no variant (or not the one asked for) can run it, with each one's reason.
+
+    Notes
+    -----
+    A row that sees no key gives 0, with an lse of -inf. NaN and infinity in a visible key or value, or in a query,
+    reach the rows that see it and no others; masked keys and values never matter, not even NaN. Scores and sums are
+    accumulated in float32 or better, and repeated calls give the same bits, whatever else is in the batch. Gradients
+    are not recorded: torch tensors that require them are refused outside ``torch.no_grad()``.
+
+    Instead of the whole seqlen_q x seqlen_k matrix of scores, tiles of it are made and folded into a running maximum,
+    sum and output per row [1]_, with queries in the outer loop and one division at the end ([2]_, section 3.1).
+
+    References
+    ----------
+    .. [1] T. Dao, D. Y. Fu, S. Ermon, A. Rudra and C. Ré, "FlashAttention: Fast and Memory-Efficient Exact Attention
+       with IO-Awareness", NeurIPS 2022, arXiv:2205.14135.
+    .. [2] T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", ICLR 2024,
+       arXiv:2307.08691.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.standard_normal((1, 128, 4, 64), dtype=np.float32) for _ in range(3))
+    >>> out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    ((1, 128, 4, 64), (1, 4, 128))
+    >>> bool(np.allclose(out[0, 0], v[0, 0]))  # the first query sees only the first key
+    True
+    """
+    adapter = adapter_of(q, "q")
+    kind = type(q)
+    if type(k) is not kind or type(v) is not kind or out is not None:
+        check_frameworks(adapter, k, v, out)
+    caller_out = out
+    if type(adapter) is DLPackAdapter:
+        adapter, q, k, v, out = to_native(adapter, q, k, v, out)
+    at_q, facts_q = adapter.facts(q, "q")
+    at_k, facts_k = adapter.facts(k, "k")
+    at_v, facts_v = adapter.facts(v, "v")
+    at_out, facts_out = (0, None) if out is None or adapter.immutable else adapter.facts(out, "out")
+    # Addresses matter only by their alignment.
+    low: Any = (at_q | at_k | at_v | at_out) & 15
+    if low:
+        low = (at_q & 15, at_k & 15, at_v & 15, at_out & 15)
+    arrays = (adapter, facts_q, facts_k, facts_v, facts_out, low)
+    addresses = (at_q, at_k, at_v, at_out)
+    try:
+        # True == 1 == 1.0, and not each of them is valid: the types tell them apart.
+        types = type(causal) if window is None else (type(causal), *map(type, window))
+        key = (arrays, causal, window, types, softcap, scale, layout, variant, return_lse)
+        plan = _PLANS.get(key)
+    except TypeError:  # an option that cannot be hashed, such as a list
+        plan = key = None
+    if plan is None:
+        options = check_options(causal, window, softcap, scale, layout)
+        plan = _plan_for(adapter, (q, k, v), arrays, options, variant, bool(return_lse), out)
+        if key is not None and _is_plain(causal, softcap, scale, layout, return_lse, *(window or ())):
+            _remember(key, plan)
+    result = plan.run(q, k, v, out, addresses)
+    if caller_out is not out:
+        return (caller_out, result[1]) if return_lse else caller_out
+    return result
+
+
+def _is_plain(*options: object) -> bool:
+    return all(type(option) in _PLAIN for option in options)
+
+
+def _remember(key: Hashable, plan: Plan) -> None:
+    with _PLANS_LOCK:
+        if len(_PLANS) >= _MAX_PLANS:
+            _PLANS.clear()
+        _PLANS[key] = plan
+
+
+def _plan_for(
+    adapter: Adapter,
+    inputs: tuple[Any, Any, Any],
+    facts: Hashable,
+    options: Options,
+    variant: str | None,
+    return_lse: bool,
+    out: Any,
+) -> Plan:
+    """The plan for checked options; found again when only the spelling of an option is new."""
+    key = (facts, options, variant, return_lse) if variant is None or isinstance(variant, str) else None
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = make_plan(adapter, inputs, options, variant, return_lse, out)
+        _remember(key, plan)
+    return plan
+
+
+def check_frameworks(adapter: Adapter, k: Any, v: Any, out: Any = None) -> None:
+    """Refuse arrays of other frameworks than q's.
+
+    Raises
+    ------
+    TypeError
+    """
+    for name, x in (("k", k), ("v", v)) if out is None else (("k", k), ("v", v), ("out", out)):
+        other = adapter_of(x, name)
+        if other is not adapter:
+            raise TypeError(
+                f"q is a {adapter.framework} array but {name} is a {other.framework} array ({type(x).__name__}); "
+                "pass arrays of one framework"
+            )
+
+
+def to_native(adapter: DLPackAdapter, q: Any, k: Any, v: Any, out: Any) -> tuple[Adapter, Any, Any, Any, Any]:
+    """Arrays of a framework without an adapter of its own, as NumPy or CuPy arrays over the same memory."""
+    q, k, v = adapter.native(q, "q"), adapter.native(k, "k"), adapter.native(v, "v")
+    native = adapter_of(q, "q")
+    for name, x in (("k", k), ("v", v)):
+        if adapter_of(x, name) is not native:
+            raise ValueError(f"q and {name} are on different kinds of device (CPU and GPU); move them to one device")
+    return native, q, k, v, None if out is None else adapter.native(out, "out", written=True)
