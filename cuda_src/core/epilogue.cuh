@@ -27,10 +27,10 @@ __device__ __forceinline__ void store_chunk(char* target, const uint4& chunk, in
   }
 }
 
-// One warp's rows of O, in columns [8 * first_chunk, 8 * first_chunk + 8 * DTiles), to its part of sO (tile_m, Dim).
-template <class Element, int Dim, int MTiles, int DTiles>
+// One warp's rows and part of the columns of O to sO (tile_m, Dim).
+template <class Element, int Dim, int Parts, int MTiles, int DTiles>
 __device__ __forceinline__ void stage_output(unsigned sO, const float (&rO)[MTiles][DTiles][4], const OnlineSoftmax<MTiles>& softmax,
-                                             int warp_row, int first_chunk, int lane) {
+                                             int warp_row, int side, int lane) {
 #pragma unroll
   for (int m = 0; m < MTiles; ++m)
 #pragma unroll
@@ -40,25 +40,23 @@ __device__ __forceinline__ void stage_output(unsigned sO, const float (&rO)[MTil
 #pragma unroll
       for (int d = 0; d < DTiles; ++d) {
         const unsigned pair = pack<Element>(rO[m][d][2 * half] * inverse, rO[m][d][2 * half + 1] * inverse);
-        const unsigned target = sO + TileLayout<Dim>::offset(row, first_chunk + d) + 4 * (lane % 4);
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(target), "r"(pair) : "memory");
+        const int chunk = TileLayout<Dim>::template part_start<Parts>(side) ^ TileLayout<Dim>::template part_chunk<Parts>(d);
+        const unsigned target = sO + TileLayout<Dim>::offset(row, chunk) + 4 * (lane % 4);
+        store_shared(target, pair);
       }
     }
 }
 
-// Rows [warp_row, warp_row + Rows) of sO to global memory, one warp: each lane moves 16-byte chunks of whole rows.
-template <int Dim, int Rows, int VectorBytes, bool ExactDim>
-__device__ __forceinline__ void store_output(unsigned sO, char* gO, int64 row_stride, int warp_row, int rows_left, int head_dim,
-                                             int lane) {
+// Rows [first_row, first_row + Rows) of sO to global memory by Threads threads: each moves 16-byte chunks of whole rows.
+template <int Dim, int Rows, int Threads, int VectorBytes, bool ExactDim>
+__device__ __forceinline__ void store_output(unsigned sO, char* gO, int64 row_stride, int first_row, int rows_left, int head_dim,
+                                             int thread) {
   constexpr int chunks = Dim / 8;
 #pragma unroll
-  for (int index = lane; index < Rows * chunks; index += 32) {
-    const int row = warp_row + index / chunks;
+  for (int index = thread; index < Rows * chunks; index += Threads) {
+    const int row = first_row + index / chunks;
     const int chunk = index % chunks;
-    uint4 data;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(data.x), "=r"(data.y), "=r"(data.z), "=r"(data.w)
-                 : "r"(sO + TileLayout<Dim>::offset(row, chunk)));
+    const uint4 data = load_shared_chunk(sO + TileLayout<Dim>::offset(row, chunk));
     const int valid = ExactDim ? 8 : head_dim - 8 * chunk;
     if (row < rows_left) store_chunk<VectorBytes>(gO + row * row_stride + 16 * chunk, data, valid);
   }

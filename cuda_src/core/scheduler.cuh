@@ -10,17 +10,13 @@ struct TileCoordinate {
 
   // Query tiles of one head are neighbours, so that the blocks in flight share that head's keys and values in L2. With a
   // band the last query tile sees the most keys and goes first, so that no long tile starts when the others are done.
+  //
+  // The grid is (query tiles, heads, batch): block coordinates then stay in uniform registers, where a division would put
+  // them, and every pointer made from them, into vector registers. The launcher splits a batch that is larger than a grid.
   template <bool LongestFirst>
   static __device__ __forceinline__ TileCoordinate of_block(const ForwardParams& p) {
-    const unsigned tile = blockIdx.x;
-    const unsigned tiles = p.query_tiles;
-    const unsigned rest = tile / tiles;
-    const unsigned in_head = tile - rest * tiles;
-    TileCoordinate c;
-    c.query_tile = LongestFirst ? tiles - 1 - in_head : in_head;
-    c.batch = rest / p.heads_q;
-    c.head = rest - c.batch * p.heads_q;
-    return c;
+    const int tile = blockIdx.x;
+    return {LongestFirst ? p.query_tiles - 1 - tile : tile, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
   }
 };
 

@@ -13,10 +13,9 @@ template <class Element, class Loader>
 __device__ __forceinline__ bool has_nonfinite(const Loader& loader, unsigned sV) {
   bool found = false;
   loader.for_each_chunk(sV, [&](unsigned address) {
-    unsigned w[4];
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(address));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) found |= any_nonfinite<Element>(w[i]);
+    const uint4 chunk = load_shared_chunk(address);
+    found |= any_nonfinite<Element>(chunk.x) || any_nonfinite<Element>(chunk.y) || any_nonfinite<Element>(chunk.z) ||
+             any_nonfinite<Element>(chunk.w);
   });
   return found;
 }
@@ -24,27 +23,23 @@ __device__ __forceinline__ bool has_nonfinite(const Loader& loader, unsigned sV)
 template <class Element, class Loader>
 __device__ __noinline__ void clear_nonfinite(const Loader& loader, unsigned sV) {
   loader.for_each_chunk(sV, [&](unsigned address) {
-    unsigned w[4];
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(address));
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(finite_or_zero<Element>(w[0])),
-                 "r"(finite_or_zero<Element>(w[1])), "r"(finite_or_zero<Element>(w[2])), "r"(finite_or_zero<Element>(w[3]))
-                 : "memory");
+    const uint4 chunk = load_shared_chunk(address);
+    store_shared(address, make_uint4(finite_or_zero<Element>(chunk.x), finite_or_zero<Element>(chunk.y), finite_or_zero<Element>(chunk.z),
+                                     finite_or_zero<Element>(chunk.w)));
   });
 }
 
 // A weight is positive, so the sum of a row that sees an inf or NaN becomes that value: no weight is needed.
-// `row` is this thread's first row, `first_chunk` the first 8-column chunk of sV that rO covers.
-template <bool HasBand, class Element, int Dim, int TileN, int MTiles, int DTiles>
+// `row` is this thread's first row, `side` which of Parts parts of the columns rO covers.
+template <bool HasBand, class Element, int Dim, int Parts, int TileN, int MTiles, int DTiles>
 __device__ __forceinline__ void add_nonfinite_values(float (&rO)[MTiles][DTiles][4], unsigned sV, const ForwardParams& p, int row,
-                                                     int first_key, int first_chunk, int lane) {
+                                                     int first_key, int side, int lane) {
 #pragma unroll 1
   for (int key = 0; key < TileN; ++key) {
 #pragma unroll
     for (int d = 0; d < DTiles; ++d) {
-      unsigned pair;
-      asm volatile("ld.shared.b32 %0, [%1];"
-                   : "=r"(pair)
-                   : "r"(sV + TileLayout<Dim>::offset(key, first_chunk + d) + 4 * (lane % 4)));
+      const int chunk = TileLayout<Dim>::template part_start<Parts>(side) ^ TileLayout<Dim>::template part_chunk<Parts>(d);
+      const unsigned pair = load_shared(sV + TileLayout<Dim>::offset(key, chunk) + 4 * (lane % 4));
       if (!any_nonfinite<Element>(pair)) continue;
       const unsigned only = pair & ~finite_or_zero<Element>(pair);  // the finite half, if any, becomes 0
       const float low = unpack<Element>(static_cast<unsigned short>(only));

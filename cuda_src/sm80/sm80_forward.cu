@@ -1,7 +1,8 @@
 // FlashAttention-2 forward on mma.sync with cp.async multistage K/V tiles, for compute capability 8.0 and up.
 //
-// One block computes tile_m query rows of one head; each warp owns tile_m / warps of them, so softmax never leaves a warp. It
-// walks the key tiles from the last to the first: the tile that may be cut off by seqlen_k comes first, in the prologue.
+// One block computes tile_m query rows of one head, each warp 16 or 32 of them (warps_n = 1), or each pair of warps 32 of them
+// (warps_n = 2, see warp_pair.cuh). It walks the key tiles from the last to the first: the tile that may be cut off by seqlen_k
+// comes first, in the prologue.
 #include "core/epilogue.cuh"
 #include "core/mask.cuh"
 #include "core/params.cuh"
@@ -10,8 +11,11 @@
 #include "core/seqlen.cuh"
 #include "core/softmax.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/special.cuh"
 #include "sm80/nonfinite.cuh"
 #include "sm80/tile.cuh"
+#include "sm80/warp_pair.cuh"
 
 namespace cuflash {
 
@@ -19,56 +23,61 @@ struct Shape {
   using Element = Config::element;
   static constexpr int tile_m = Config::tile_m, tile_n = Config::tile_n;
   static constexpr int tile_d = Config::tile_d, tile_dv = Config::tile_dv;
+  static constexpr int warps_n = Config::warps_n, warps_m = Config::warps / warps_n;
   static constexpr int threads = 32 * Config::warps;
-  static constexpr int warp_rows = tile_m / Config::warps;
-  static constexpr int m_tiles = warp_rows / 16;  // 16-row fragments of a warp
-  static constexpr int n_tiles = tile_n / 8;      // 8-column fragments of S
-  static constexpr int d_tiles = tile_dv / 8;     // 8-column fragments of O
+  static constexpr int warp_rows = tile_m / warps_m;
+  static constexpr int m_tiles = warp_rows / 16;          // 16-row fragments of a warp
+  static constexpr int n_tiles = tile_n / warps_n / 8;    // 8-column fragments of a warp's part of S
+  static constexpr int d_tiles = tile_dv / warps_n / 8;   // 8-column fragments of a warp's part of O
   static constexpr int q_bytes = 2 * tile_m * tile_d;
   static constexpr int k_bytes = 2 * tile_n * tile_d;
   static constexpr int v_bytes = 2 * tile_n * tile_dv;
   using QLoader = TileLoader<tile_m, tile_d, threads, Config::vector_bytes, Config::exact_dims>;
   using KLoader = TileLoader<tile_n, tile_d, threads, Config::vector_bytes, Config::exact_dims>;
   using VLoader = TileLoader<tile_n, tile_dv, threads, Config::vector_bytes, Config::exact_dims>;
-  static_assert(warp_rows % 16 == 0 && tile_n % 16 == 0, "tiles are made of 16 x 16 blocks");
+  static constexpr int ring_bytes = Config::stages * (k_bytes + v_bytes);
+  static constexpr int p_bytes = warps_n == 1 ? 0 : 2 * tile_m * tile_n;  // weights on their way to the partner
+  static constexpr int row_bytes = warps_n == 1 ? 0 : 2 * 4 * tile_m;     // row maxima and sums, likewise
+  static_assert(warp_rows % 16 == 0 && n_tiles % 2 == 0 && d_tiles % 2 == 0, "tiles are made of 16 x 16 blocks");
+  static_assert(warps_n == 1 || (warps_n == 2 && tile_n % 32 == 0), "a row belongs to one warp or to a pair");
 };
 
-// The ring of K and V tiles: tile j lives in stage (last - 1 - j) % stages.
+// The ring of K and V tiles: tile j lives in stage (last - 1 - j) % stages. What a fetch needs is made anew from the thread
+// index, the parameters and two pointers parked in shared memory: kept in registers over the loop it would be spilled.
 struct KeyValueRing {
-  unsigned sK, sV;  // (stages, tile_n, tile_d), (stages, tile_n, tile_dv)
-  const char *gK, *gV;
-  int64 k_row, v_row;
-  Shape::KLoader k_loader;
-  Shape::VLoader v_loader;
+  const ForwardParams& p;
+  unsigned sK, sV;    // (stages, tile_n, tile_d), (stages, tile_n, tile_dv)
+  unsigned sPointer;  // start of the head's keys, and of its values
   int write_stage = 0, read_stage = 0;
 
-  __device__ __forceinline__ KeyValueRing(const ForwardParams& p, const TileCoordinate& c, unsigned shared, int thread)
-      : k_loader(thread, p.head_dim), v_loader(thread, p.head_dim_v) {
-    sK = shared;
-    sV = shared + Config::stages * Shape::k_bytes;
+  __device__ __forceinline__ KeyValueRing(const ForwardParams& params, unsigned shared, unsigned pointers)
+      : p(params), sK(shared), sV(shared + Config::stages * Shape::k_bytes), sPointer(pointers) {}
+
+  // One thread parks the pointers; a barrier must follow before a fetch.
+  __device__ __forceinline__ void park_pointers(const TileCoordinate& c) const {
     const int kv_head = c.head / p.group;
-    gK = static_cast<const char*>(p.k) + c.batch * p.k_batch + kv_head * p.k_head;
-    gV = static_cast<const char*>(p.v) + c.batch * p.v_batch + kv_head * p.v_head;
-    k_row = p.k_row;
-    v_row = p.v_row;
+    store_shared(sPointer, static_cast<const char*>(p.k) + c.batch * p.k_batch + kv_head * p.k_head);
+    store_shared(sPointer + 8, static_cast<const char*>(p.v) + c.batch * p.v_batch + kv_head * p.v_head);
   }
 
   // Starts the copy of one tile; CheckRows when it may reach past seqlen_k.
   template <bool CheckRows>
-  __device__ __forceinline__ void fetch(int tile, int seqlen_k) {
+  __device__ __forceinline__ void fetch(int tile) {
     const int64 key = static_cast<int64>(tile) * Shape::tile_n;
-    const int rows_left = CheckRows ? seqlen_k - static_cast<int>(key) : 0;
-    k_loader.load<CheckRows>(sK + write_stage * Shape::k_bytes, gK + key * k_row, k_row, rows_left);
-    v_loader.load<CheckRows>(sV + write_stage * Shape::v_bytes, gV + key * v_row, v_row, rows_left);
+    const int rows_left = CheckRows ? p.seqlen_k - static_cast<int>(key) : 0;
+    const Shape::KLoader k_loader(rematerialized_thread(), p.head_dim);
+    k_loader.load<CheckRows>(sK + write_stage * Shape::k_bytes, load_shared_pointer(sPointer) + key * p.k_row, p.k_row, rows_left);
+    v_loader().load<CheckRows>(sV + write_stage * Shape::v_bytes, load_shared_pointer(sPointer + 8) + key * p.v_row, p.v_row, rows_left);
     write_stage = write_stage + 1 == Config::stages ? 0 : write_stage + 1;
   }
 
   // Once the block has entered `tile`, the stage of the tile before it is free for the one stages - 1 further on.
   __device__ __forceinline__ void fetch_ahead(int tile, int first) {
-    if (tile - (Config::stages - 1) >= first) fetch<false>(tile - (Config::stages - 1), 0);
+    if (tile - (Config::stages - 1) >= first) fetch<false>(tile - (Config::stages - 1));
     cp_async_commit();
   }
 
+  __device__ __forceinline__ Shape::VLoader v_loader() const { return Shape::VLoader(rematerialized_thread(), p.head_dim_v); }
   __device__ __forceinline__ unsigned k_tile() const { return sK + read_stage * Shape::k_bytes; }
   __device__ __forceinline__ unsigned v_tile() const { return sV + read_stage * Shape::v_bytes; }
   __device__ __forceinline__ void release() { read_stage = read_stage + 1 == Config::stages ? 0 : read_stage + 1; }
@@ -99,7 +108,7 @@ struct QueryFragments {
   }
 };
 
-// rS (warp_rows, tile_n) = Q K^T
+// rS (warp_rows, tile_n / warps_n) = Q K^T for the keys whose first row in shared memory is sK.
 __device__ __forceinline__ void query_key(float (&rS)[Shape::m_tiles][Shape::n_tiles][4], QueryFragments& query, unsigned sK, int lane) {
   const auto key = FragmentAddress<Shape::tile_d>::columns_first(sK, lane);
 #pragma unroll
@@ -130,33 +139,29 @@ __device__ __forceinline__ void query_key(float (&rS)[Shape::m_tiles][Shape::n_t
   }
 }
 
-// rO (warp_rows, tile_dv) += P V, with P rounded to the element type in the layout that mma leaves scores in.
-__device__ __forceinline__ void weight_value(float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
-                                             const unsigned (&rP)[Shape::m_tiles][Shape::n_tiles / 2][4], unsigned sV, int lane) {
-  const auto value = FragmentAddress<Shape::tile_dv>::rows_first(sV, lane);
+// rO (warp_rows, tile_dv / warps_n) += P V over 16 keys.
+__device__ __forceinline__ void weight_value(float (&rO)[Shape::m_tiles][Shape::d_tiles][4], const unsigned (&rP)[Shape::m_tiles][4],
+                                             const FragmentAddress<Shape::tile_dv>& value, int key_block) {
 #pragma unroll
-  for (int n = 0; n < Shape::n_tiles / 2; ++n) {
+  for (int d = 0; d < Shape::d_tiles; d += 2) {
+    unsigned rV[4];
+    ldmatrix_x4_trans(rV, value.block<Shape::warps_n>(key_block, d / 2));
 #pragma unroll
-    for (int d = 0; d < Shape::d_tiles; d += 2) {
-      unsigned rV[4];
-      ldmatrix_x4_trans(rV, value.block(n, d / 2));
-#pragma unroll
-      for (int m = 0; m < Shape::m_tiles; ++m) {
-        mma_m16n8k16<Shape::Element>(rO[m][d], rP[m][n], rV[0], rV[1]);
-        mma_m16n8k16<Shape::Element>(rO[m][d + 1], rP[m][n], rV[2], rV[3]);
-      }
+    for (int m = 0; m < Shape::m_tiles; ++m) {
+      mma_m16n8k16<Shape::Element>(rO[m][d], rP[m], rV[0], rV[1]);
+      mma_m16n8k16<Shape::Element>(rO[m][d + 1], rP[m], rV[2], rV[3]);
     }
   }
 }
 
-__device__ __forceinline__ void pack_weights(unsigned (&rP)[Shape::m_tiles][Shape::n_tiles / 2][4],
+__device__ __forceinline__ void pack_weights(unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4],
                                              const float (&rS)[Shape::m_tiles][Shape::n_tiles][4]) {
 #pragma unroll
   for (int m = 0; m < Shape::m_tiles; ++m)
 #pragma unroll
     for (int n = 0; n < Shape::n_tiles; ++n) {
-      rP[m][n / 2][2 * (n % 2)] = pack<Shape::Element>(rS[m][n][0], rS[m][n][1]);
-      rP[m][n / 2][2 * (n % 2) + 1] = pack<Shape::Element>(rS[m][n][2], rS[m][n][3]);
+      rP[n / 2][m][2 * (n % 2)] = pack<Shape::Element>(rS[m][n][0], rS[m][n][1]);
+      rP[n / 2][m][2 * (n % 2) + 1] = pack<Shape::Element>(rS[m][n][2], rS[m][n][3]);
     }
 }
 
@@ -165,10 +170,96 @@ __device__ __forceinline__ void pack_weights(unsigned (&rP)[Shape::m_tiles][Shap
 __device__ __forceinline__ bool acquire(const KeyValueRing& ring, bool masked) {
   cp_async_wait<Config::stages - 2>();
   if constexpr (Config::has_band) {
-    if (masked) return __syncthreads_or(has_nonfinite<Shape::Element>(ring.v_loader, ring.v_tile()));
+    if (masked) return __syncthreads_or(has_nonfinite<Shape::Element>(ring.v_loader(), ring.v_tile()));
   }
   __syncthreads();
   return false;
+}
+
+// Where a warp works: its rows, and with warps_n = 2 which half of a tile's keys and of head_dim_v it owns.
+struct WarpCoordinate {
+  int pair, side, row, lane;  // row = first of the warp's rows in the tile
+
+  __device__ __forceinline__ explicit WarpCoordinate(int thread) {
+    pair = thread / 32 / Shape::warps_n;
+    side = thread / 32 % Shape::warps_n;
+    row = pair * Shape::warp_rows;
+    lane = thread % 32;
+  }
+
+  __device__ __forceinline__ int first_key() const { return side * (Shape::tile_n / Shape::warps_n); }
+};
+
+// The scores of one tile become weights in rP; the accumulators are rescaled when the maxima of their rows have moved.
+__device__ __forceinline__ void online_softmax(OnlineSoftmax<Shape::m_tiles>& softmax, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
+                                               float (&rS)[Shape::m_tiles][Shape::n_tiles][4],
+                                               unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4], float exp2_scale, unsigned sRow,
+                                               const WarpCoordinate& w) {
+  float tile_max[Shape::m_tiles][2], factor[Shape::m_tiles][2];
+  tile_row_max(rS, tile_max);
+  if constexpr (Shape::warps_n == 2) {
+    combine_rows<Shape::tile_m>(tile_max, sRow, w.pair, w.side, w.row + w.lane / 4, w.lane, [](float a, float b) { return fmaxf(a, b); });
+  }
+  if (softmax.update_max(tile_max, factor, exp2_scale)) rescale(rO, factor);
+  softmax.exponentiate(rS, exp2_scale);
+  pack_weights(rP, rS);
+}
+
+// rO += P V over the whole tile: first with the warp's own weights, then with those of its partner.
+__device__ __forceinline__ void accumulate_output(float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
+                                                  const unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4], unsigned sV, unsigned sP,
+                                                  const WarpCoordinate& w) {
+  constexpr int blocks = Shape::n_tiles / 2;
+  auto value = FragmentAddress<Shape::tile_dv>::rows_first(sV, w.lane).template part<Shape::warps_n>(w.side);
+  if constexpr (Shape::warps_n == 1) {
+#pragma unroll
+    for (int k = 0; k < blocks; ++k) weight_value(rO, rP[k], value, k);
+  } else {
+    publish_weights<Shape::tile_n>(sP, rP, w.row + w.lane / 4, w.side * 2 * blocks, w.lane);
+    const unsigned origin = value.origin;
+    value.origin = origin + w.first_key() * TileLayout<Shape::tile_dv>::row_bytes;
+#pragma unroll
+    for (int k = 0; k < blocks; ++k) weight_value(rO, rP[k], value, k);
+    pair_sync(w.pair);
+    auto weights = FragmentAddress<Shape::tile_n>::rows_first(sP + w.row * TileLayout<Shape::tile_n>::row_bytes, w.lane);
+    weights = weights.template part<2>(1 - w.side);
+    value.origin = origin + (Shape::tile_n / 2 - w.first_key()) * TileLayout<Shape::tile_dv>::row_bytes;
+#pragma unroll
+    for (int k = 0; k < blocks; ++k) {
+      unsigned rA[Shape::m_tiles][4];
+#pragma unroll
+      for (int m = 0; m < Shape::m_tiles; ++m) ldmatrix_x4(rA[m], weights.block<2>(m, k));
+      weight_value(rO, rA, value, k);
+    }
+  }
+}
+
+// Inf and NaN of a partly hidden V tile: see nonfinite.cuh. All threads of the block come here together.
+__device__ __forceinline__ void silence_nonfinite(float (&rO)[Shape::m_tiles][Shape::d_tiles][4], const KeyValueRing& ring,
+                                                  const ForwardParams& p, const WarpCoordinate& w, int row, int first_key) {
+  add_nonfinite_values<Config::has_band, Shape::Element, Shape::tile_dv, Shape::warps_n, Shape::tile_n>(rO, ring.v_tile(), p, row, first_key,
+                                                                                                       w.side, w.lane);
+  __syncthreads();
+  clear_nonfinite<Shape::Element>(ring.v_loader(), ring.v_tile());
+  __syncthreads();
+}
+
+// Normalises and writes out the tile; shared memory is free for it once every warp has come here.
+__device__ __forceinline__ void write_output(const float (&rO)[Shape::m_tiles][Shape::d_tiles][4], const OnlineSoftmax<Shape::m_tiles>& softmax,
+                                             const ForwardParams& p, const TileCoordinate& c, const WarpCoordinate& w, unsigned sO) {
+  const int row_begin = c.query_tile * Shape::tile_m;
+  const int rows_left = p.seqlen_q - row_begin;
+  char* gO = static_cast<char*>(p.out) + c.batch * p.out_batch + c.head * p.out_head + row_begin * p.out_row;
+  stage_output<Shape::Element, Shape::tile_dv, Shape::warps_n>(sO, rO, softmax, w.row, w.side, w.lane);
+  if constexpr (Shape::warps_n == 1) {
+    __syncwarp();
+  } else {
+    pair_sync(w.pair);
+  }
+  store_output<Shape::tile_dv, Shape::warp_rows, 32 * Shape::warps_n, Config::out_vector_bytes, Config::exact_dims>(
+      sO, gO, p.out_row, w.row, rows_left, p.head_dim_v, w.side * 32 + w.lane);
+  float* gLse = p.lse ? p.lse + (static_cast<int64>(c.batch) * p.heads_q + c.head) * p.seqlen_q + row_begin : nullptr;
+  if (w.side == 0) store_lse(gLse, softmax, p.exp2_scale, w.row, rows_left, w.lane);
 }
 
 }  // namespace cuflash
@@ -177,26 +268,28 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
     sm80_forward(const __grid_constant__ cuflash::ForwardParams p) {
   using namespace cuflash;
   extern __shared__ __align__(128) char shared[];
-  const unsigned sQ = shared_address(shared);  // (tile_m, tile_d), followed by the ring
-  const int thread = threadIdx.x, lane = thread % 32;
-  const int warp_row = thread / 32 * Shape::warp_rows;
+  const unsigned sQ = shared_address(shared);  // (tile_m, tile_d), then the ring, sP (tile_m, tile_n), sRow (2, tile_m), pointers
+  const unsigned sP = sQ + Shape::q_bytes + Shape::ring_bytes;
+  const unsigned sRow = sP + Shape::p_bytes;
+  const WarpCoordinate w(threadIdx.x);
 
   const TileCoordinate c = TileCoordinate::of_block<Config::has_band>(p);
   const int row_begin = c.query_tile * Shape::tile_m;
   const int rows_left = p.seqlen_q - row_begin;
   const KeyTiles tiles = KeyTiles::make<Config::has_band, Shape::tile_n>(p, row_begin, row_begin + min(rows_left, Shape::tile_m));
 
-  KeyValueRing ring(p, c, sQ + Shape::q_bytes, thread);
+  KeyValueRing ring(p, sQ + Shape::q_bytes, sRow + Shape::row_bytes);
+  if (threadIdx.x == 0) ring.park_pointers(c);
   const char* gQ = static_cast<const char*>(p.q) + c.batch * p.q_batch + c.head * p.q_head + row_begin * p.q_row;
-  Shape::QLoader(thread, p.head_dim).load<true>(sQ, gQ, p.q_row, rows_left);
+  Shape::QLoader(threadIdx.x, p.head_dim).load<true>(sQ, gQ, p.q_row, rows_left);
+  __syncthreads();
 #pragma unroll
   for (int stage = 0; stage < Config::stages - 1; ++stage) {
-    if (tiles.last - 1 - stage >= tiles.first) ring.fetch<true>(tiles.last - 1 - stage, p.seqlen_k);
+    if (tiles.last - 1 - stage >= tiles.first) ring.fetch<true>(tiles.last - 1 - stage);
     cp_async_commit();
   }
 
-  QueryFragments query{FragmentAddress<Shape::tile_d>::rows_first(sQ, lane)};
-  query.address.origin += warp_row * TileLayout<Shape::tile_d>::row_bytes;
+  QueryFragments query{FragmentAddress<Shape::tile_d>::rows_first(sQ + w.row * TileLayout<Shape::tile_d>::row_bytes, w.lane)};
   if constexpr (Config::q_in_registers) {
     cp_async_wait<Config::stages - 2>();
     __syncthreads();
@@ -206,43 +299,30 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
   OnlineSoftmax<Shape::m_tiles> softmax;
   softmax.init();
   float rO[Shape::m_tiles][Shape::d_tiles][4] = {};
+  const int row = row_begin + w.row + w.lane / 4;
 
   for (int tile = tiles.last - 1; tile >= tiles.first; --tile) {
     const bool masked = tiles.needs_mask(tile);
     const bool nonfinite = acquire(ring, masked);
-    if constexpr (!Config::late_fetch) ring.fetch_ahead(tile, tiles.first);
     float rS[Shape::m_tiles][Shape::n_tiles][4];
-    query_key(rS, query, ring.k_tile(), lane);
-    if constexpr (Config::late_fetch) ring.fetch_ahead(tile, tiles.first);
+    query_key(rS, query, ring.k_tile() + w.first_key() * TileLayout<Shape::tile_d>::row_bytes, w.lane);
+    ring.fetch_ahead(tile, tiles.first);
     stage_scores<Config::score>(rS, p);
-    const int row = row_begin + warp_row + lane / 4;
-    if (masked) mask_scores<Config::has_band>(rS, p, row, tile * Shape::tile_n + 2 * (lane % 4));
+    if (masked) mask_scores<Config::has_band>(rS, p, row, tile * Shape::tile_n + w.first_key() + 2 * (w.lane % 4));
 
-    float tile_max[Shape::m_tiles][2], factor[Shape::m_tiles][2];
-    tile_row_max(rS, tile_max);
-    if (softmax.update_max(tile_max, factor, p.exp2_scale)) rescale(rO, factor);
-    softmax.exponentiate(rS, p.exp2_scale);
-    unsigned rP[Shape::m_tiles][Shape::n_tiles / 2][4];
-    pack_weights(rP, rS);
-    if (Config::has_band && nonfinite) {
-      add_nonfinite_values<Config::has_band, Shape::Element, Shape::tile_dv, Shape::tile_n>(
-          rO, ring.v_tile(), p, row, tile * Shape::tile_n, 0, lane);
-      __syncthreads();
-      clear_nonfinite<Shape::Element>(ring.v_loader, ring.v_tile());
-      __syncthreads();
-    }
-    weight_value(rO, rP, ring.v_tile(), lane);
+    unsigned rP[Shape::n_tiles / 2][Shape::m_tiles][4];
+    online_softmax(softmax, rO, rS, rP, p.exp2_scale, sRow, w);
+    if (Config::has_band && nonfinite) silence_nonfinite(rO, ring, p, w, row, tile * Shape::tile_n);
+    accumulate_output(rO, rP, ring.v_tile(), sP, w);
     ring.release();
   }
 
   softmax.finish();
+  if constexpr (Shape::warps_n == 2) {
+    __syncthreads();  // sRow still holds the last maxima
+    combine_rows<Shape::tile_m>(softmax.row_sum, sRow, w.pair, w.side, w.row + w.lane / 4, w.lane, [](float a, float b) { return a + b; });
+  }
   cp_async_wait<0>();
-  __syncthreads();  // every warp is done with shared memory, which now takes O
-  stage_output<Shape::Element, Shape::tile_dv>(sQ, rO, softmax, warp_row, 0, lane);
-  __syncwarp();
-  char* gO = static_cast<char*>(p.out) + c.batch * p.out_batch + c.head * p.out_head + row_begin * p.out_row;
-  store_output<Shape::tile_dv, Shape::warp_rows, Config::out_vector_bytes, Config::exact_dims>(sQ, gO, p.out_row, warp_row, rows_left,
-                                                                                               p.head_dim_v, lane);
-  float* gLse = p.lse ? p.lse + (static_cast<int64>(c.batch) * p.heads_q + c.head) * p.seqlen_q + row_begin : nullptr;
-  store_lse(gLse, softmax, p.exp2_scale, warp_row, rows_left, lane);
+  __syncthreads();
+  write_output(rO, softmax, p, c, w, sQ);
 }

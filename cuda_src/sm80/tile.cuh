@@ -4,6 +4,7 @@
 #include "core/types.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/shared.cuh"
 
 namespace cuflash {
 
@@ -18,8 +19,24 @@ struct TileLayout {
   static constexpr int row_bytes = Dim * 2;
   static constexpr int chunks = Dim / 8;
 
+  static constexpr int span_blocks = Dim % 64 == 0 ? 4 : 2;  // 16-column blocks within the span that the swizzle permutes
+
   static __device__ __forceinline__ int swizzle(int row) { return Dim % 64 == 0 ? row & 7 : (row >> 1) & 3; }
   static __device__ __forceinline__ int offset(int row, int chunk) { return row * row_bytes + ((chunk ^ swizzle(row)) << 4); }
+
+  // Chunk number of 8-column tile `tile` of a warp that owns the first of Parts equal parts of every span; XOR with
+  // part_start<Parts>(side) for the other part. Halving spans rather than Dim keeps every offset a constant for any Dim.
+  template <int Parts>
+  static constexpr __device__ __forceinline__ int part_chunk(int tile) {
+    constexpr int blocks = span_blocks / Parts;
+    const int block = tile / 2;
+    return 2 * (block / blocks * span_blocks + block % blocks) + tile % 2;
+  }
+
+  template <int Parts>
+  static constexpr __device__ __forceinline__ int part_start(int side) {
+    return Parts == 1 ? 0 : 2 * side * (span_blocks / Parts);
+  }
 };
 
 // Copies (Rows x Dim) tiles with Threads threads. A thread always handles the same 16-byte column, so that its column
@@ -94,9 +111,7 @@ struct TileLoader {
         const unsigned high = 4 * w + 2 < valid ? pair[1] : 0;
         words[w] = low | high << 16;
       }
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-                   "r"(words[3])
-                   : "memory");
+      store_shared(target, make_uint4(words[0], words[1], words[2], words[3]));
     }
   }
 };
@@ -106,8 +121,8 @@ struct TileLoader {
 template <int Dim>
 struct FragmentAddress {
   using Layout = TileLayout<Dim>;
-  static constexpr int span_blocks = Dim % 64 == 0 ? 4 : 2;  // 16-column blocks within the span of the swizzle
-  unsigned origin;                                           // the lane's address in block (0, 0)
+  static constexpr int span_bytes = Layout::span_blocks * 32;
+  unsigned origin;  // the lane's address in block (0, 0)
 
   // A operand, and B operand read with .trans: matrices ordered down the rows first.
   static __device__ __forceinline__ FragmentAddress rows_first(unsigned sTile, int lane) {
@@ -119,8 +134,16 @@ struct FragmentAddress {
     return {sTile + Layout::offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)};
   }
 
+  // The same for the blocks of one of Parts parts (see TileLayout::part_chunk).
+  template <int Parts>
+  __device__ __forceinline__ FragmentAddress part(int side) const {
+    return {origin ^ (Layout::template part_start<Parts>(side) << 4)};
+  }
+
+  template <int Parts = 1>
   __device__ __forceinline__ unsigned block(int row_block, int dim_block) const {
-    return (origin ^ (dim_block % span_blocks * 32)) + dim_block / span_blocks * (span_blocks * 32) + row_block * 16 * Layout::row_bytes;
+    constexpr int blocks = Layout::span_blocks / Parts;
+    return (origin ^ (dim_block % blocks * 32)) + dim_block / blocks * span_bytes + row_block * 16 * Layout::row_bytes;
   }
 };
 
