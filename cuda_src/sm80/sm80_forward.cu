@@ -83,34 +83,46 @@ struct KeyValueRing {
   __device__ __forceinline__ void release() { read_stage = read_stage + 1 == Config::stages ? 0 : read_stage + 1; }
 };
 
-// The query fragments of a warp, kept in registers or read again for every key tile.
-struct QueryFragments {
-  static constexpr int k_blocks = Shape::tile_d / 16;
-  FragmentAddress<Shape::tile_d> address;
-  unsigned rQ[Config::q_in_registers ? k_blocks : 1][Shape::m_tiles][4];
+// Where a warp works: its rows, and with warps_n = 2 which half of a tile's keys and of head_dim_v it owns. Functions called in
+// the loop make their own: a few instructions cost less than the registers that would be held across the loop.
+struct WarpCoordinate {
+  int pair, side, row, lane;  // row = first of the warp's rows in the tile
 
-  __device__ __forceinline__ void load_once() {
-    if constexpr (Config::q_in_registers) {
-#pragma unroll
-      for (int k = 0; k < k_blocks; ++k)
-#pragma unroll
-        for (int m = 0; m < Shape::m_tiles; ++m) ldmatrix_x4(rQ[k][m], address.block(m, k));
-    }
+  __device__ __forceinline__ WarpCoordinate() {
+    const int thread = rematerialized_thread();
+    pair = thread / 32 / Shape::warps_n;
+    side = thread / 32 % Shape::warps_n;
+    row = pair * Shape::warp_rows;
+    lane = thread % 32;
   }
 
-  __device__ __forceinline__ const unsigned (&get(int k, int m))[4] {
-    if constexpr (Config::q_in_registers) {
-      return rQ[k][m];
-    } else {
-      ldmatrix_x4(rQ[0][m], address.block(m, k));
-      return rQ[0][m];
-    }
+  __device__ __forceinline__ int first_key() const { return side * (Shape::tile_n / Shape::warps_n); }
+  __device__ __forceinline__ int lane_row() const { return row + lane / 4; }
+};
+
+__device__ __forceinline__ FragmentAddress<Shape::tile_d> query_address(unsigned sQ, const WarpCoordinate& w) {
+  return FragmentAddress<Shape::tile_d>::rows_first(sQ + w.row * TileLayout<Shape::tile_d>::row_bytes, w.lane);
+}
+
+// The query fragments of a warp where they stay in registers; elsewhere they are read again for every key tile.
+struct QueryFragments {
+  static constexpr int k_blocks = Shape::tile_d / 16;
+  unsigned rQ[Config::q_in_registers ? k_blocks : 1][Shape::m_tiles][4];
+
+  __device__ __forceinline__ void load_once(unsigned sQ, const WarpCoordinate& w) {
+    const auto address = query_address(sQ, w);
+#pragma unroll
+    for (int k = 0; k < k_blocks; ++k)
+#pragma unroll
+      for (int m = 0; m < Shape::m_tiles; ++m) ldmatrix_x4(rQ[k][m], address.block(m, k));
   }
 };
 
-// rS (warp_rows, tile_n / warps_n) = Q K^T for the keys whose first row in shared memory is sK.
-__device__ __forceinline__ void query_key(float (&rS)[Shape::m_tiles][Shape::n_tiles][4], QueryFragments& query, unsigned sK, int lane) {
-  const auto key = FragmentAddress<Shape::tile_d>::columns_first(sK, lane);
+// rS (warp_rows, tile_n / warps_n) = Q K^T
+__device__ __forceinline__ void query_key(float (&rS)[Shape::m_tiles][Shape::n_tiles][4], QueryFragments& query, unsigned sQ, unsigned sK) {
+  const WarpCoordinate w;
+  const auto address = query_address(sQ, w);
+  const auto key = FragmentAddress<Shape::tile_d>::columns_first(sK + w.first_key() * TileLayout<Shape::tile_d>::row_bytes, w.lane);
 #pragma unroll
   for (int m = 0; m < Shape::m_tiles; ++m)
 #pragma unroll
@@ -119,12 +131,10 @@ __device__ __forceinline__ void query_key(float (&rS)[Shape::m_tiles][Shape::n_t
       for (int i = 0; i < 4; ++i) rS[m][n][i] = 0.0f;
 #pragma unroll
   for (int k = 0; k < QueryFragments::k_blocks; ++k) {
-    unsigned rA[Shape::m_tiles][4];
+    auto& rA = query.rQ[Config::q_in_registers ? k : 0];
+    if constexpr (!Config::q_in_registers) {
 #pragma unroll
-    for (int m = 0; m < Shape::m_tiles; ++m) {
-      const auto& fragment = query.get(k, m);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) rA[m][i] = fragment[i];
+      for (int m = 0; m < Shape::m_tiles; ++m) ldmatrix_x4(rA[m], address.block(m, k));
     }
 #pragma unroll
     for (int n = 0; n < Shape::n_tiles; n += 2) {
@@ -137,6 +147,12 @@ __device__ __forceinline__ void query_key(float (&rS)[Shape::m_tiles][Shape::n_t
       }
     }
   }
+}
+
+__device__ __forceinline__ void mask_tile(float (&rS)[Shape::m_tiles][Shape::n_tiles][4], const ForwardParams& p, int row_begin,
+                                          int first_key) {
+  const WarpCoordinate w;
+  mask_scores<Config::has_band>(rS, p, row_begin + w.lane_row(), first_key + w.first_key() + 2 * (w.lane % 4));
 }
 
 // rO (warp_rows, tile_dv / warps_n) += P V over 16 keys.
@@ -176,29 +192,15 @@ __device__ __forceinline__ bool acquire(const KeyValueRing& ring, bool masked) {
   return false;
 }
 
-// Where a warp works: its rows, and with warps_n = 2 which half of a tile's keys and of head_dim_v it owns.
-struct WarpCoordinate {
-  int pair, side, row, lane;  // row = first of the warp's rows in the tile
-
-  __device__ __forceinline__ explicit WarpCoordinate(int thread) {
-    pair = thread / 32 / Shape::warps_n;
-    side = thread / 32 % Shape::warps_n;
-    row = pair * Shape::warp_rows;
-    lane = thread % 32;
-  }
-
-  __device__ __forceinline__ int first_key() const { return side * (Shape::tile_n / Shape::warps_n); }
-};
-
 // The scores of one tile become weights in rP; the accumulators are rescaled when the maxima of their rows have moved.
 __device__ __forceinline__ void online_softmax(OnlineSoftmax<Shape::m_tiles>& softmax, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
                                                float (&rS)[Shape::m_tiles][Shape::n_tiles][4],
-                                               unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4], float exp2_scale, unsigned sRow,
-                                               const WarpCoordinate& w) {
+                                               unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4], float exp2_scale, unsigned sRow) {
   float tile_max[Shape::m_tiles][2], factor[Shape::m_tiles][2];
   tile_row_max(rS, tile_max);
   if constexpr (Shape::warps_n == 2) {
-    combine_rows<Shape::tile_m>(tile_max, sRow, w.pair, w.side, w.row + w.lane / 4, w.lane, [](float a, float b) { return fmaxf(a, b); });
+    const WarpCoordinate w;
+    combine_rows<Shape::tile_m>(tile_max, sRow, w.pair, w.side, w.lane_row(), w.lane, [](float a, float b) { return fmaxf(a, b); });
   }
   if (softmax.update_max(tile_max, factor, exp2_scale)) rescale(rO, factor);
   softmax.exponentiate(rS, exp2_scale);
@@ -207,15 +209,15 @@ __device__ __forceinline__ void online_softmax(OnlineSoftmax<Shape::m_tiles>& so
 
 // rO += P V over the whole tile: first with the warp's own weights, then with those of its partner.
 __device__ __forceinline__ void accumulate_output(float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
-                                                  const unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4], unsigned sV, unsigned sP,
-                                                  const WarpCoordinate& w) {
+                                                  const unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4], unsigned sV, unsigned sP) {
+  const WarpCoordinate w;
   constexpr int blocks = Shape::n_tiles / 2;
   auto value = FragmentAddress<Shape::tile_dv>::rows_first(sV, w.lane).template part<Shape::warps_n>(w.side);
   if constexpr (Shape::warps_n == 1) {
 #pragma unroll
     for (int k = 0; k < blocks; ++k) weight_value(rO, rP[k], value, k);
   } else {
-    publish_weights<Shape::tile_n>(sP, rP, w.row + w.lane / 4, w.side * 2 * blocks, w.lane);
+    publish_weights<Shape::tile_n>(sP, rP, w.lane_row(), w.side * 2 * blocks, w.lane);
     const unsigned origin = value.origin;
     value.origin = origin + w.first_key() * TileLayout<Shape::tile_dv>::row_bytes;
 #pragma unroll
@@ -236,9 +238,10 @@ __device__ __forceinline__ void accumulate_output(float (&rO)[Shape::m_tiles][Sh
 
 // Inf and NaN of a partly hidden V tile: see nonfinite.cuh. All threads of the block come here together.
 __device__ __forceinline__ void silence_nonfinite(float (&rO)[Shape::m_tiles][Shape::d_tiles][4], const KeyValueRing& ring,
-                                                  const ForwardParams& p, const WarpCoordinate& w, int row, int first_key) {
-  add_nonfinite_values<Config::has_band, Shape::Element, Shape::tile_dv, Shape::warps_n, Shape::tile_n>(rO, ring.v_tile(), p, row, first_key,
-                                                                                                       w.side, w.lane);
+                                                  const ForwardParams& p, int row_begin, int first_key) {
+  const WarpCoordinate w;
+  add_nonfinite_values<Config::has_band, Shape::Element, Shape::tile_dv, Shape::warps_n, Shape::tile_n>(
+      rO, ring.v_tile(), p, row_begin + w.lane_row(), first_key, w.side, w.lane);
   __syncthreads();
   clear_nonfinite<Shape::Element>(ring.v_loader(), ring.v_tile());
   __syncthreads();
@@ -246,7 +249,8 @@ __device__ __forceinline__ void silence_nonfinite(float (&rO)[Shape::m_tiles][Sh
 
 // Normalises and writes out the tile; shared memory is free for it once every warp has come here.
 __device__ __forceinline__ void write_output(const float (&rO)[Shape::m_tiles][Shape::d_tiles][4], const OnlineSoftmax<Shape::m_tiles>& softmax,
-                                             const ForwardParams& p, const TileCoordinate& c, const WarpCoordinate& w, unsigned sO) {
+                                             const ForwardParams& p, const TileCoordinate& c, unsigned sO) {
+  const WarpCoordinate w;
   const int row_begin = c.query_tile * Shape::tile_m;
   const int rows_left = p.seqlen_q - row_begin;
   char* gO = static_cast<char*>(p.out) + c.batch * p.out_batch + c.head * p.out_head + row_begin * p.out_row;
@@ -271,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
   const unsigned sQ = shared_address(shared);  // (tile_m, tile_d), then the ring, sP (tile_m, tile_n), sRow (2, tile_m), pointers
   const unsigned sP = sQ + Shape::q_bytes + Shape::ring_bytes;
   const unsigned sRow = sP + Shape::p_bytes;
-  const WarpCoordinate w(threadIdx.x);
+  const WarpCoordinate w;
 
   const TileCoordinate c = TileCoordinate::of_block<Config::has_band>(p);
   const int row_begin = c.query_tile * Shape::tile_m;
@@ -289,40 +293,39 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
     cp_async_commit();
   }
 
-  QueryFragments query{FragmentAddress<Shape::tile_d>::rows_first(sQ + w.row * TileLayout<Shape::tile_d>::row_bytes, w.lane)};
+  QueryFragments query;
   if constexpr (Config::q_in_registers) {
     cp_async_wait<Config::stages - 2>();
     __syncthreads();
-    query.load_once();
+    query.load_once(sQ, w);
   }
 
   OnlineSoftmax<Shape::m_tiles> softmax;
   softmax.init();
   float rO[Shape::m_tiles][Shape::d_tiles][4] = {};
-  const int row = row_begin + w.row + w.lane / 4;
 
   for (int tile = tiles.last - 1; tile >= tiles.first; --tile) {
     const bool masked = tiles.needs_mask(tile);
     const bool nonfinite = acquire(ring, masked);
     float rS[Shape::m_tiles][Shape::n_tiles][4];
-    query_key(rS, query, ring.k_tile() + w.first_key() * TileLayout<Shape::tile_d>::row_bytes, w.lane);
+    query_key(rS, query, sQ, ring.k_tile());
     ring.fetch_ahead(tile, tiles.first);
     stage_scores<Config::score>(rS, p);
-    if (masked) mask_scores<Config::has_band>(rS, p, row, tile * Shape::tile_n + w.first_key() + 2 * (w.lane % 4));
+    if (masked) mask_tile(rS, p, row_begin, tile * Shape::tile_n);
 
     unsigned rP[Shape::n_tiles / 2][Shape::m_tiles][4];
-    online_softmax(softmax, rO, rS, rP, p.exp2_scale, sRow, w);
-    if (Config::has_band && nonfinite) silence_nonfinite(rO, ring, p, w, row, tile * Shape::tile_n);
-    accumulate_output(rO, rP, ring.v_tile(), sP, w);
+    online_softmax(softmax, rO, rS, rP, p.exp2_scale, sRow);
+    if (Config::has_band && nonfinite) silence_nonfinite(rO, ring, p, row_begin, tile * Shape::tile_n);
+    accumulate_output(rO, rP, ring.v_tile(), sP);
     ring.release();
   }
 
   softmax.finish();
   if constexpr (Shape::warps_n == 2) {
     __syncthreads();  // sRow still holds the last maxima
-    combine_rows<Shape::tile_m>(softmax.row_sum, sRow, w.pair, w.side, w.row + w.lane / 4, w.lane, [](float a, float b) { return a + b; });
+    combine_rows<Shape::tile_m>(softmax.row_sum, sRow, w.pair, w.side, w.lane_row(), w.lane, [](float a, float b) { return a + b; });
   }
   cp_async_wait<0>();
   __syncthreads();
-  write_output(rO, softmax, p, c, w, sQ);
+  write_output(rO, softmax, p, c, sQ);
 }
