@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
+from cuflash import select
 from cuflash.api import check_frameworks, to_native
 from cuflash.arrays import DLPackAdapter, adapter_of
 from cuflash.io_model import Algorithm, compulsory_bytes, forward_bytes
 from cuflash.plan import NAMES, check_call, contiguous_operands
 from cuflash.problem import Causal, Layout, Problem, check_options
-from cuflash.select import REGISTRY, check_variant, load, why_not
 from cuflash.variants.base import DeviceInfo, Operands
 
 _ALGORITHMS: tuple[Algorithm, ...] = ("standard", "flash-1", "flash-2")
@@ -179,11 +179,11 @@ def explain_problem(
     ValueError
         If `variant` is not a known name.
     """
-    check_variant(variant)
+    select.check_variant(variant)
     operands = contiguous_operands(problem) if operands is None else operands
     chosen, others = None, {}
-    for name in REGISTRY:
-        reason = why_not(name, problem, operands, device)
+    for name in select.REGISTRY:
+        reason = select.why_not(name, problem, operands, device)
         if variant is not None and name != variant:
             others[name] = reason or f"can run it, but variant={variant!r} was asked for"
         elif reason is not None:
@@ -202,7 +202,7 @@ def _account(
     name: str, problem: Problem, operands: Operands, device: DeviceInfo
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """What the variant says of its Config, and what the compiler said if the variant can tell."""
-    variant = load(name)
+    variant = select.load(name)
     config = variant.config(problem, operands, device)
     report = getattr(variant, "report", None)
     build: Any = {} if report is None else report(config, device)

@@ -103,8 +103,8 @@ def select(
 
 
 def _summary(problem: Problem, device: DeviceInfo, variant: str | None) -> str:
-    who = "no variant" if variant is None else f"variant={variant!r}"
-    return f"{who} can run this {problem.dtype} attention (head_dim {problem.head_dim}) on {device.name}:"
+    who = "no variant can" if variant is None else f"variant={variant!r} cannot"
+    return f"{who} run this {problem.dtype} attention (head_dim {problem.head_dim}) on {device.name}:"
 
 
 def _place(kind: DeviceKind) -> str:

@@ -1,0 +1,173 @@
+"""Selection, explain and the traffic model, on made-up devices and by brute force."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import select
+from cuflash.device import known_device
+from cuflash.explain import explain_problem
+from cuflash.io_model import compulsory_bytes, forward_bytes
+from cuflash.plan import contiguous_operands
+from cuflash.problem import Problem
+from cuflash.variants.base import CPU, Operand
+
+PROBLEM = Problem(2, 100, 300, 4, 2, 64, 32, "bfloat16", 0.125)
+GPU = known_device("sm_90")
+
+
+class Fake:
+    device_kind = "cuda"
+
+    def __init__(self, name, reason=None):
+        self.name, self.reason = name, reason
+
+    def unsupported(self, problem, operands, device):
+        return self.reason
+
+    def config(self, problem, operands, device):
+        return self
+
+    def describe(self):
+        return {"tile": (64, 32), "stages": 2}
+
+    def report(self, config, device):
+        return {"registers": 99, "spills": 0}
+
+
+@pytest.fixture
+def variants(monkeypatch):
+    known = {"first": Fake("first", "head_dim is odd"), "second": Fake("second"), "third": Fake("third")}
+
+    def load(name):
+        if name == "broken":
+            raise ImportError("No module named 'cupy'")
+        return known[name]
+
+    monkeypatch.setattr(select, "load", load)
+    registry = {name: select.Entry("", "cuda") for name in ("broken", *known)} | {"host": select.Entry("", "cpu")}
+    monkeypatch.setattr(select, "REGISTRY", registry)
+    return known
+
+
+def test_first_that_can_run_is_chosen(variants):
+    chosen, config = select.select(PROBLEM, contiguous_operands(PROBLEM), GPU)
+    assert chosen is variants["second"] and config is chosen
+    assert select.select(PROBLEM, contiguous_operands(PROBLEM), GPU, "third")[0] is variants["third"]
+
+
+def test_reasons_of_every_variant(variants):
+    variants["second"].reason = variants["third"].reason = "no"
+    with pytest.raises(cuflash.UnsupportedProblem) as caught:
+        select.select(PROBLEM, contiguous_operands(PROBLEM), GPU)
+    reasons = caught.value.reasons
+    assert list(reasons) == ["broken", "first", "second", "third", "host"]
+    assert "No module named 'cupy'" in reasons["broken"] and "cuflash[cuda13]" in reasons["broken"]
+    assert reasons["first"] == "head_dim is odd" and "runs on CPU arrays" in reasons["host"]
+    with pytest.raises(cuflash.UnsupportedProblem) as caught:
+        select.select(PROBLEM, contiguous_operands(PROBLEM), GPU, "first")
+    assert caught.value.reasons == {"first": "head_dim is odd"}
+
+
+def test_explain_problem(variants):
+    told = explain_problem(PROBLEM, GPU, copies={"q": "because"})
+    assert told.variant == "second"
+    assert told.config == {"tile": (64, 32), "stages": 2} and told.build == {"registers": 99, "spills": 0}
+    assert told.others["third"] == "can run it, but second comes first"
+    assert set(told.others) == {"broken", "first", "third", "host"}
+    assert told.flops == 2 * 2 * 4 * 100 * 300 * 96
+    assert told.hbm_bytes["flash-2"] == forward_bytes(PROBLEM, "flash-2", 64, GPU.shared_memory)
+    text = str(told)
+    for part in ("bfloat16", "sm_90", "second", "registers 99", "q: because", "first: head_dim is odd"):
+        assert part in text
+    json.dumps(told.as_dict())
+    forced = explain_problem(PROBLEM, GPU, variant="first")
+    assert forced.variant is None and forced.others["third"].startswith("can run it, but variant='first'")
+    with pytest.raises(ValueError, match="variant='fast' is not known"):
+        explain_problem(PROBLEM, GPU, variant="fast")
+
+
+def test_explain_arrays():
+    q, k = np.zeros((2, 5, 4, 16), np.float32)[..., ::2], np.zeros((2, 7, 2, 8), np.float32)
+    told = cuflash.explain(q, k, k, causal="top-left", window=(3, None), softcap=2.0)
+    assert told.variant == "numpy" and told.device == CPU
+    assert list(told.copies) == ["q"] and "stride 2" in told.copies["q"]
+    assert (told.problem.softcap, told.problem.diag_upper, told.problem.diag_lower) == (2.0, 0, -1)
+    assert "sm80" in told.others
+    assert "cannot" not in str(cuflash.explain(k, k, k, variant="numpy"))
+    assert cuflash.explain(k, k, k, variant="sm80").variant is None
+
+
+def test_contiguous_operands():
+    operands = contiguous_operands(replace(PROBLEM, batch=1, heads_kv=1, head_dim_v=31))
+    assert operands.q == Operand((0, 256, 64), 16)
+    assert operands.k == Operand((0, 64, 0), 16)
+    assert operands.v == Operand((0, 31, 0), 2)
+
+
+# ---- the traffic model, counted element by element -------------------------------------------------------------------
+
+
+def brute(problem, algorithm, tile_m, cache_bytes):
+    """Walk the loops of the algorithm for one (batch, head) and count what each step moves."""
+    p, total = problem, 0
+    row_q, row_k, row_v = p.head_dim * p.itemsize, p.head_dim * p.itemsize, p.head_dim_v * p.itemsize
+
+    def seen(i, j):
+        return (p.diag_lower is None or p.diag_lower <= j - i) and (p.diag_upper is None or j - i <= p.diag_upper)
+
+    if algorithm == "flash-1":
+        block = max(-(-cache_bytes // (4 * max(p.head_dim, p.head_dim_v) * p.itemsize)), 1)
+        total += p.seqlen_q * (row_v + 8)
+        for start in range(0, p.seqlen_k, block):
+            keys = range(start, min(start + block, p.seqlen_k))
+            total += len(keys) * (row_k + row_v)
+            for i in range(p.seqlen_q):
+                if any(seen(i, j) for j in keys):
+                    total += row_q + 2 * (row_v + 8)
+    else:
+        for start in range(0, p.seqlen_q, tile_m):
+            rows = range(start, min(start + tile_m, p.seqlen_q))
+            total += len(rows) * (row_q + row_v + 4)
+            total += sum(row_k + row_v for j in range(p.seqlen_k) if any(seen(i, j) for i in rows))
+    return total * p.batch * p.heads_q
+
+
+@pytest.mark.parametrize("algorithm", ["flash-1", "flash-2"])
+@pytest.mark.parametrize("band", [(None, None), (None, 0), (None, 17), (-3, 4), (5, None), (60, 80), (-90, -70)])
+@pytest.mark.parametrize("sizes", [(37, 23), (16, 48), (1, 50), (33, 1)])
+def test_bytes_by_brute_force(algorithm, band, sizes):
+    problem = Problem(2, *sizes, 4, 2, 8, 6, "float16", 1.0, 0.0, *band)
+    for tile_m, cache in itertools.product((1, 5, 16, 64), (1, 200, 600)):
+        if algorithm == "flash-2" and sizes[1] * 28 <= cache:
+            continue
+        assert forward_bytes(problem, algorithm, tile_m, cache) == brute(problem, algorithm, tile_m, cache)
+
+
+def test_bytes_of_the_others():
+    p = replace(PROBLEM, heads_kv=4)
+    q, k, v, out = 2 * 100 * 4 * 64 * 2, 2 * 300 * 4 * 64 * 2, 2 * 300 * 4 * 32 * 2, 2 * 100 * 4 * 32 * 2
+    assert compulsory_bytes(p) == q + k + v + out
+    assert forward_bytes(p, "standard", 128, 1) == q + k + v + out + 4 * 2 * 4 * 100 * 300 * 2
+    assert forward_bytes(p, "flash-2", 10, 300 * 96 * 2) == q + k + v + out + 2 * 4 * 100 * 4
+    assert forward_bytes(p, "flash-2", 10, 300 * 96 * 2 - 1) > 5 * forward_bytes(p, "flash-2", 10, 300 * 96 * 2) / 2
+
+
+def test_growth_of_theorem_2():
+    """Twice the length makes up to four times the bytes; four times the memory brings flash-1 towards a quarter."""
+    long = Problem(1, 8192, 8192, 1, 1, 64, 64, "float16", 0.125)
+    longer = replace(long, seqlen_q=16384, seqlen_k=16384)
+    for algorithm in ("standard", "flash-1", "flash-2"):
+        ratio = forward_bytes(longer, algorithm, 128, 2**15) / forward_bytes(long, algorithm, 128, 2**15)
+        assert 3.5 < ratio <= 4
+    assert 3 < forward_bytes(longer, "flash-1", 128, 2**15) / forward_bytes(longer, "flash-1", 128, 2**17) < 4
+
+
+@pytest.mark.parametrize("arguments", [("flash-3", 1, 1), ("flash-1", 0, 1), ("flash-2", 1, 0)])
+def test_bytes_refusals(arguments):
+    with pytest.raises(ValueError):
+        forward_bytes(PROBLEM, *arguments)
