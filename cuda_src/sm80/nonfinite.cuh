@@ -11,13 +11,15 @@ namespace cuflash {
 // Whether the chunks that this thread copied hold an inf or NaN. Needs only its own copies to have arrived.
 template <class Element, class Loader>
 __device__ __forceinline__ bool has_nonfinite(const Loader& loader, unsigned sV) {
-  bool found = false;
+  unsigned sum = 0;
   loader.for_each_chunk(sV, [&](unsigned address) {
     const uint4 chunk = load_shared_chunk(address);
-    found |= any_nonfinite<Element>(chunk.x) || any_nonfinite<Element>(chunk.y) || any_nonfinite<Element>(chunk.z) ||
-             any_nonfinite<Element>(chunk.w);
+    sum = add_zero_times<Element>(chunk.x, sum);
+    sum = add_zero_times<Element>(chunk.y, sum);
+    sum = add_zero_times<Element>(chunk.z, sum);
+    sum = add_zero_times<Element>(chunk.w, sum);
   });
-  return found;
+  return any_nonfinite<Element>(sum);
 }
 
 template <class Element, class Loader>

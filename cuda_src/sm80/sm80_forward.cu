@@ -6,6 +6,7 @@
 #include "core/epilogue.cuh"
 #include "core/mask.cuh"
 #include "core/params.cuh"
+#include "core/prefetch.cuh"
 #include "core/scheduler.cuh"
 #include "core/score.cuh"
 #include "core/seqlen.cuh"
@@ -60,20 +61,43 @@ struct KeyValueRing {
     store_shared(sPointer + 8, static_cast<const char*>(p.v) + c.batch * p.v_batch + kv_head * p.v_head);
   }
 
-  // Starts the copy of one tile; CheckRows when it may reach past seqlen_k.
+  // Starts the copy of a tile's keys; CheckRows when the tile may reach past seqlen_k.
   template <bool CheckRows>
-  __device__ __forceinline__ void fetch(int tile) {
+  __device__ __forceinline__ void fetch_keys(int tile) const {
     const int64 key = static_cast<int64>(tile) * Shape::tile_n;
     const int rows_left = CheckRows ? p.seqlen_k - static_cast<int>(key) : 0;
-    const Shape::KLoader k_loader(rematerialized_thread(), p.head_dim);
-    k_loader.load<CheckRows>(sK + write_stage * Shape::k_bytes, load_shared_pointer(sPointer) + key * p.k_row, p.k_row, rows_left);
+    const Shape::KLoader loader(rematerialized_thread(), p.head_dim);
+    loader.load<CheckRows>(sK + write_stage * Shape::k_bytes, load_shared_pointer(sPointer) + key * p.k_row, p.k_row, rows_left);
+  }
+
+  // The same for its values, which completes the stage.
+  template <bool CheckRows>
+  __device__ __forceinline__ void fetch_values(int tile) {
+    const int64 key = static_cast<int64>(tile) * Shape::tile_n;
+    const int rows_left = CheckRows ? p.seqlen_k - static_cast<int>(key) : 0;
     v_loader().load<CheckRows>(sV + write_stage * Shape::v_bytes, load_shared_pointer(sPointer + 8) + key * p.v_row, p.v_row, rows_left);
     write_stage = write_stage + 1 == Config::stages ? 0 : write_stage + 1;
   }
 
+  // The first stages - 1 tiles, with the first tile's values in a copy group of their own.
+  __device__ __forceinline__ void prefill(const KeyTiles& tiles) {
+#pragma unroll
+    for (int stage = 0; stage < Config::stages - 1; ++stage) {
+      const int tile = tiles.last - 1 - stage;
+      if (tile >= tiles.first) fetch_keys<true>(tile);
+      if (stage == 0) cp_async_commit();
+      if (tile >= tiles.first) fetch_values<true>(tile);
+      cp_async_commit();
+    }
+  }
+
   // Once the block has entered `tile`, the stage of the tile before it is free for the one stages - 1 further on.
   __device__ __forceinline__ void fetch_ahead(int tile, int first) {
-    if (tile - (Config::stages - 1) >= first) fetch<false>(tile - (Config::stages - 1));
+    tile -= Config::stages - 1;
+    if (tile >= first) {
+      fetch_keys<false>(tile);
+      fetch_values<false>(tile);
+    }
     cp_async_commit();
   }
 
@@ -181,14 +205,25 @@ __device__ __forceinline__ void pack_weights(unsigned (&rP)[Shape::n_tiles / 2][
     }
 }
 
-// Publishes the oldest tile of the ring to the block. With a band it also says whether a tile that needs a mask holds
-// values that a weight of 0 would not silence.
-__device__ __forceinline__ bool acquire(const KeyValueRing& ring, bool masked) {
-  cp_async_wait<Config::stages - 2>();
+// Publishes the keys of the oldest tile of the ring to the block, and its values unless it is the first tile: those come in a
+// copy group of their own, so that the first scores need not wait for them.
+__device__ __forceinline__ void acquire_keys(bool first) {
+  if (first) {
+    cp_async_wait<Config::stages - 1>();
+  } else {
+    cp_async_wait<Config::stages - 2>();
+  }
+  __syncthreads();
+}
+
+// Publishes the values where acquire_keys() did not. With a band it also says whether a tile that needs a mask holds values
+// that a weight of 0 would not silence.
+__device__ __forceinline__ bool acquire_values(const KeyValueRing& ring, bool first, bool masked) {
+  if (first) cp_async_wait<Config::stages - 1>();
   if constexpr (Config::has_band) {
     if (masked) return __syncthreads_or(has_nonfinite<Shape::Element>(ring.v_loader(), ring.v_tile()));
   }
-  __syncthreads();
+  if (first) __syncthreads();
   return false;
 }
 
@@ -287,16 +322,12 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
   const char* gQ = static_cast<const char*>(p.q) + c.batch * p.q_batch + c.head * p.q_head + row_begin * p.q_row;
   Shape::QLoader(threadIdx.x, p.head_dim).load<true>(sQ, gQ, p.q_row, rows_left);
   __syncthreads();
-#pragma unroll
-  for (int stage = 0; stage < Config::stages - 1; ++stage) {
-    if (tiles.last - 1 - stage >= tiles.first) ring.fetch<true>(tiles.last - 1 - stage);
-    cp_async_commit();
-  }
+  ring.prefill(tiles);
+  prefetch_inputs<Shape::tile_m, Shape::threads>(p, TileCoordinate::of_successor<Config::has_band>(p), threadIdx.x);
 
   QueryFragments query;
   if constexpr (Config::q_in_registers) {
-    cp_async_wait<Config::stages - 2>();
-    __syncthreads();
+    acquire_keys(true);
     query.load_once(sQ, w);
   }
 
@@ -306,7 +337,8 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
 
   for (int tile = tiles.last - 1; tile >= tiles.first; --tile) {
     const bool masked = tiles.needs_mask(tile);
-    const bool nonfinite = acquire(ring, masked);
+    const bool first = tile == tiles.last - 1;
+    acquire_keys(first);
     float rS[Shape::m_tiles][Shape::n_tiles][4];
     query_key(rS, query, sQ, ring.k_tile());
     ring.fetch_ahead(tile, tiles.first);
@@ -315,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
 
     unsigned rP[Shape::n_tiles / 2][Shape::m_tiles][4];
     online_softmax(softmax, rO, rS, rP, p.exp2_scale, sRow);
-    if (Config::has_band && nonfinite) silence_nonfinite(rO, ring, p, row_begin, tile * Shape::tile_n);
+    if (acquire_values(ring, first, masked)) silence_nonfinite(rO, ring, p, row_begin, tile * Shape::tile_n);
     accumulate_output(rO, rP, ring.v_tile(), sP);
     ring.release();
   }
