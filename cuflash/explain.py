@@ -148,6 +148,8 @@ def explain(
     check_frameworks(adapter, k, v, out)
     if isinstance(adapter, DLPackAdapter):
         adapter, q, k, v, out = to_native(adapter, q, k, v, out)
+    for name, x in zip(NAMES, (q, k, v), strict=True):
+        adapter.facts(x, name)  # for its refusals
     call = check_call(adapter, (q, k, v), options, out)
     copies = {name: why for name, why in zip(NAMES, call.copies, strict=True) if why is not None}
     return explain_problem(call.problem, call.device, call.operands, variant=variant, copies=copies)
