@@ -27,10 +27,11 @@ __device__ __forceinline__ void store_chunk(char* target, const uint4& chunk, in
   }
 }
 
-// One warp's rows and part of the columns of O to sO (tile_m, Dim).
+// One warp's rows and part of the columns of O to sO (tile_m, Dim). Says whether any of it is inf or NaN.
 template <class Element, int Dim, int Parts, int MTiles, int DTiles>
-__device__ __forceinline__ void stage_output(unsigned sO, const float (&rO)[MTiles][DTiles][4], const OnlineSoftmax<MTiles>& softmax,
+__device__ __forceinline__ bool stage_output(unsigned sO, const float (&rO)[MTiles][DTiles][4], const OnlineSoftmax<MTiles>& softmax,
                                              int warp_row, int side, int lane) {
+  unsigned zero = 0;
 #pragma unroll
   for (int m = 0; m < MTiles; ++m)
 #pragma unroll
@@ -43,8 +44,10 @@ __device__ __forceinline__ void stage_output(unsigned sO, const float (&rO)[MTil
         const int chunk = TileLayout<Dim>::template part_start<Parts>(side) ^ TileLayout<Dim>::template part_chunk<Parts>(d);
         const unsigned target = sO + TileLayout<Dim>::offset(row, chunk) + 4 * (lane % 4);
         store_shared(target, pair);
+        zero = add_zero_times<Element>(pair, zero);
       }
     }
+  return any_nonfinite<Element>(zero);
 }
 
 // Rows [first_row, first_row + Rows) of sO to global memory by Threads threads: each moves 16-byte chunks of whole rows.

@@ -21,7 +21,6 @@ struct ForwardParams {
   int head_dim, head_dim_v;
   int diag_lower, diag_upper;  // query i sees key j when diag_lower <= j - i <= diag_upper
   int query_tiles;             // tiles along seqlen_q
-  int resident_blocks;         // blocks that the device runs at a time
   float score_scale;           // what the score stage multiplies q.k with
   float softcap;
   float exp2_scale;            // what turns a staged score into a base-2 exponent

@@ -15,22 +15,8 @@ struct TileCoordinate {
   // them, and every pointer made from them, into vector registers. The launcher splits a batch that is larger than a grid.
   template <bool LongestFirst>
   static __device__ __forceinline__ TileCoordinate of_block(const ForwardParams& p) {
-    return make<LongestFirst>(p, blockIdx.x, blockIdx.y, blockIdx.z);
-  }
-
-  // The block that will probably follow on this multiprocessor: as many places on as the device holds blocks at a time. Its
-  // batch may be past the end of the grid.
-  template <bool LongestFirst>
-  static __device__ __forceinline__ TileCoordinate of_successor(const ForwardParams& p) {
-    const unsigned tile = blockIdx.x + p.resident_blocks;
-    const unsigned head = blockIdx.y + tile / gridDim.x;
-    return make<LongestFirst>(p, tile % gridDim.x, head % gridDim.y, blockIdx.z + head / gridDim.y);
-  }
-
- private:
-  template <bool LongestFirst>
-  static __device__ __forceinline__ TileCoordinate make(const ForwardParams& p, int tile, int head, int batch) {
-    return {LongestFirst ? p.query_tiles - 1 - tile : tile, head, batch};
+    const int tile = blockIdx.x;
+    return {LongestFirst ? p.query_tiles - 1 - tile : tile, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
   }
 };
 

@@ -1,6 +1,6 @@
-// Inf and NaN in V under a mask. A hidden key has weight 0, but 0 * NaN is NaN inside the matrix product, so a tile that
-// is partly hidden and holds such values takes this rare way: the values are added to the rows that see them, and then
-// replaced by 0 in shared memory before the product.
+// Inf and NaN in V under a mask. A hidden key has weight 0, but 0 * NaN and 0 * inf are NaN inside the matrix product. A block
+// whose output holds one is therefore computed again, carefully: in each tile that needs a mask the inf and NaN values are
+// added to the rows that see them, and then replaced by 0 in shared memory before the product.
 #pragma once
 
 #include "core/mask.cuh"

@@ -6,7 +6,6 @@
 #include "core/epilogue.cuh"
 #include "core/mask.cuh"
 #include "core/params.cuh"
-#include "core/prefetch.cuh"
 #include "core/scheduler.cuh"
 #include "core/score.cuh"
 #include "core/seqlen.cuh"
@@ -43,7 +42,8 @@ struct Shape {
   static_assert(warps_n == 1 || (warps_n == 2 && tile_n % 32 == 0), "a row belongs to one warp or to a pair");
 };
 
-// The ring of K and V tiles: tile j lives in stage (last - 1 - j) % stages. What a fetch needs is made anew from the thread
+// The ring of K and V tiles: tile j lives in stage (last - 1 - j) % stages. With one stage, keys are fetched while values are
+// in use and the other way round, which halves the shared memory and leaves room for two blocks. What a fetch needs is made anew from the thread
 // index, the parameters and two pointers parked in shared memory: kept in registers over the loop it would be spilled.
 struct KeyValueRing {
   const ForwardParams& p;
@@ -70,41 +70,80 @@ struct KeyValueRing {
     loader.load<CheckRows>(sK + write_stage * Shape::k_bytes, load_shared_pointer(sPointer) + key * p.k_row, p.k_row, rows_left);
   }
 
-  // The same for its values, which completes the stage.
+  // The same for its values.
   template <bool CheckRows>
-  __device__ __forceinline__ void fetch_values(int tile) {
+  __device__ __forceinline__ void fetch_values(int tile) const {
     const int64 key = static_cast<int64>(tile) * Shape::tile_n;
     const int rows_left = CheckRows ? p.seqlen_k - static_cast<int>(key) : 0;
     v_loader().load<CheckRows>(sV + write_stage * Shape::v_bytes, load_shared_pointer(sPointer + 8) + key * p.v_row, p.v_row, rows_left);
-    write_stage = write_stage + 1 == Config::stages ? 0 : write_stage + 1;
   }
 
-  // The first stages - 1 tiles, with the first tile's values in a copy group of their own.
+  // The first tile's keys, its values in a copy group of their own, and whatever else there is room for.
   __device__ __forceinline__ void prefill(const KeyTiles& tiles) {
 #pragma unroll
-    for (int stage = 0; stage < Config::stages - 1; ++stage) {
+    for (int stage = 0; stage < prefilled; ++stage) {
       const int tile = tiles.last - 1 - stage;
       if (tile >= tiles.first) fetch_keys<true>(tile);
       if (stage == 0) cp_async_commit();
       if (tile >= tiles.first) fetch_values<true>(tile);
       cp_async_commit();
+      advance(write_stage);
+    }
+  }
+
+  // Publishes the keys of `tile` to the block; in the first tile without waiting for its values.
+  __device__ __forceinline__ void acquire_keys(int tile, const KeyTiles& tiles) const {
+    if (tile == tiles.last - 1) {
+      cp_async_wait<prefilled>();
+    } else {
+      cp_async_wait<prefilled - 1>();
+    }
+    __syncthreads();
+    if (Config::stages == 1 && tile != tiles.last - 1) {
+      fetch_values<false>(tile);
+      cp_async_commit();
     }
   }
 
   // Once the block has entered `tile`, the stage of the tile before it is free for the one stages - 1 further on.
-  __device__ __forceinline__ void fetch_ahead(int tile, int first) {
-    tile -= Config::stages - 1;
-    if (tile >= first) {
-      fetch_keys<false>(tile);
-      fetch_values<false>(tile);
+  __device__ __forceinline__ void fetch_ahead(int tile, const KeyTiles& tiles) {
+    if constexpr (Config::stages > 1) {
+      tile -= Config::stages - 1;
+      if (tile >= tiles.first) {
+        fetch_keys<false>(tile);
+        fetch_values<false>(tile);
+      }
+      cp_async_commit();
+      advance(write_stage);
     }
-    cp_async_commit();
   }
 
+  // Publishes the values of `tile` where acquire_keys() has not. With `check`, says whether they hold an inf or NaN.
+  __device__ __forceinline__ bool acquire_values(int tile, const KeyTiles& tiles, bool check) const {
+    const bool first = tile == tiles.last - 1;
+    bool nonfinite = false;
+    if (first || Config::stages == 1) cp_async_wait<Config::stages - 1>();
+    if (Config::has_band && check) {
+      nonfinite = __syncthreads_or(has_nonfinite<Shape::Element>(v_loader(), v_tile()));
+    } else if (first || Config::stages == 1) {
+      __syncthreads();
+    }
+    if (Config::stages == 1 && tile > tiles.first) {
+      fetch_keys<false>(tile - 1);
+      cp_async_commit();
+    }
+    return nonfinite;
+  }
+
+  __device__ __forceinline__ void release() { advance(read_stage); }
   __device__ __forceinline__ Shape::VLoader v_loader() const { return Shape::VLoader(rematerialized_thread(), p.head_dim_v); }
   __device__ __forceinline__ unsigned k_tile() const { return sK + read_stage * Shape::k_bytes; }
   __device__ __forceinline__ unsigned v_tile() const { return sV + read_stage * Shape::v_bytes; }
-  __device__ __forceinline__ void release() { read_stage = read_stage + 1 == Config::stages ? 0 : read_stage + 1; }
+
+ private:
+  static constexpr int prefilled = Config::stages == 1 ? 1 : Config::stages - 1;
+
+  static __device__ __forceinline__ void advance(int& stage) { stage = stage + 1 == Config::stages ? 0 : stage + 1; }
 };
 
 // Where a warp works: its rows, and with warps_n = 2 which half of a tile's keys and of head_dim_v it owns. Functions called in
@@ -133,8 +172,8 @@ struct QueryFragments {
   static constexpr int k_blocks = Shape::tile_d / 16;
   unsigned rQ[Config::q_in_registers ? k_blocks : 1][Shape::m_tiles][4];
 
-  __device__ __forceinline__ void load_once(unsigned sQ, const WarpCoordinate& w) {
-    const auto address = query_address(sQ, w);
+  __device__ __forceinline__ void load_once(unsigned sQ) {
+    const auto address = query_address(sQ, WarpCoordinate());
 #pragma unroll
     for (int k = 0; k < k_blocks; ++k)
 #pragma unroll
@@ -205,28 +244,6 @@ __device__ __forceinline__ void pack_weights(unsigned (&rP)[Shape::n_tiles / 2][
     }
 }
 
-// Publishes the keys of the oldest tile of the ring to the block, and its values unless it is the first tile: those come in a
-// copy group of their own, so that the first scores need not wait for them.
-__device__ __forceinline__ void acquire_keys(bool first) {
-  if (first) {
-    cp_async_wait<Config::stages - 1>();
-  } else {
-    cp_async_wait<Config::stages - 2>();
-  }
-  __syncthreads();
-}
-
-// Publishes the values where acquire_keys() did not. With a band it also says whether a tile that needs a mask holds values
-// that a weight of 0 would not silence.
-__device__ __forceinline__ bool acquire_values(const KeyValueRing& ring, bool first, bool masked) {
-  if (first) cp_async_wait<Config::stages - 1>();
-  if constexpr (Config::has_band) {
-    if (masked) return __syncthreads_or(has_nonfinite<Shape::Element>(ring.v_loader(), ring.v_tile()));
-  }
-  if (first) __syncthreads();
-  return false;
-}
-
 // The scores of one tile become weights in rP; the accumulators are rescaled when the maxima of their rows have moved.
 __device__ __forceinline__ void online_softmax(OnlineSoftmax<Shape::m_tiles>& softmax, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
                                                float (&rS)[Shape::m_tiles][Shape::n_tiles][4],
@@ -282,37 +299,12 @@ __device__ __forceinline__ void silence_nonfinite(float (&rO)[Shape::m_tiles][Sh
   __syncthreads();
 }
 
-// Normalises and writes out the tile; shared memory is free for it once every warp has come here.
-__device__ __forceinline__ void write_output(const float (&rO)[Shape::m_tiles][Shape::d_tiles][4], const OnlineSoftmax<Shape::m_tiles>& softmax,
-                                             const ForwardParams& p, const TileCoordinate& c, unsigned sO) {
-  const WarpCoordinate w;
-  const int row_begin = c.query_tile * Shape::tile_m;
-  const int rows_left = p.seqlen_q - row_begin;
-  char* gO = static_cast<char*>(p.out) + c.batch * p.out_batch + c.head * p.out_head + row_begin * p.out_row;
-  stage_output<Shape::Element, Shape::tile_dv, Shape::warps_n>(sO, rO, softmax, w.row, w.side, w.lane);
-  if constexpr (Shape::warps_n == 1) {
-    __syncwarp();
-  } else {
-    pair_sync(w.pair);
-  }
-  store_output<Shape::tile_dv, Shape::warp_rows, 32 * Shape::warps_n, Config::out_vector_bytes, Config::exact_dims>(
-      sO, gO, p.out_row, w.row, rows_left, p.head_dim_v, w.side * 32 + w.lane);
-  float* gLse = p.lse ? p.lse + (static_cast<int64>(c.batch) * p.heads_q + c.head) * p.seqlen_q + row_begin : nullptr;
-  if (w.side == 0) store_lse(gLse, softmax, p.exp2_scale, w.row, rows_left, w.lane);
-}
-
-}  // namespace cuflash
-
-extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_per_sm)
-    sm80_forward(const __grid_constant__ cuflash::ForwardParams p) {
-  using namespace cuflash;
-  extern __shared__ __align__(128) char shared[];
-  const unsigned sQ = shared_address(shared);  // (tile_m, tile_d), then the ring, sP (tile_m, tile_n), sRow (2, tile_m), pointers
+// One query tile from its inputs to sO, rounded, and lse. Says whether a hidden inf or NaN of V may have spoilt it, in which case
+// it must be computed again with `careful`.
+__device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileCoordinate& c, unsigned shared, bool careful) {
+  const unsigned sQ = shared;  // (tile_m, tile_d), then the ring, sP (tile_m, tile_n), sRow (2, tile_m), pointers
   const unsigned sP = sQ + Shape::q_bytes + Shape::ring_bytes;
   const unsigned sRow = sP + Shape::p_bytes;
-  const WarpCoordinate w;
-
-  const TileCoordinate c = TileCoordinate::of_block<Config::has_band>(p);
   const int row_begin = c.query_tile * Shape::tile_m;
   const int rows_left = p.seqlen_q - row_begin;
   const KeyTiles tiles = KeyTiles::make<Config::has_band, Shape::tile_n>(p, row_begin, row_begin + min(rows_left, Shape::tile_m));
@@ -323,41 +315,66 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
   Shape::QLoader(threadIdx.x, p.head_dim).load<true>(sQ, gQ, p.q_row, rows_left);
   __syncthreads();
   ring.prefill(tiles);
-  prefetch_inputs<Shape::tile_m, Shape::threads>(p, TileCoordinate::of_successor<Config::has_band>(p), threadIdx.x);
 
   QueryFragments query;
-  if constexpr (Config::q_in_registers) {
-    acquire_keys(true);
-    query.load_once(sQ, w);
-  }
-
   OnlineSoftmax<Shape::m_tiles> softmax;
   softmax.init();
   float rO[Shape::m_tiles][Shape::d_tiles][4] = {};
 
+#pragma unroll 1
   for (int tile = tiles.last - 1; tile >= tiles.first; --tile) {
     const bool masked = tiles.needs_mask(tile);
-    const bool first = tile == tiles.last - 1;
-    acquire_keys(first);
+    ring.acquire_keys(tile, tiles);
+    if (Config::q_in_registers && tile == tiles.last - 1) query.load_once(sQ);
     float rS[Shape::m_tiles][Shape::n_tiles][4];
     query_key(rS, query, sQ, ring.k_tile());
-    ring.fetch_ahead(tile, tiles.first);
+    ring.fetch_ahead(tile, tiles);
     stage_scores<Config::score>(rS, p);
     if (masked) mask_tile(rS, p, row_begin, tile * Shape::tile_n);
 
     unsigned rP[Shape::n_tiles / 2][Shape::m_tiles][4];
     online_softmax(softmax, rO, rS, rP, p.exp2_scale, sRow);
-    if (acquire_values(ring, first, masked)) silence_nonfinite(rO, ring, p, row_begin, tile * Shape::tile_n);
+    if (ring.acquire_values(tile, tiles, careful && masked)) silence_nonfinite(rO, ring, p, row_begin, tile * Shape::tile_n);
     accumulate_output(rO, rP, ring.v_tile(), sP);
     ring.release();
   }
 
   softmax.finish();
+  cp_async_wait<0>();
+  __syncthreads();  // shared memory is free for O, and sRow for the sums
+  const WarpCoordinate w;
   if constexpr (Shape::warps_n == 2) {
-    __syncthreads();  // sRow still holds the last maxima
     combine_rows<Shape::tile_m>(softmax.row_sum, sRow, w.pair, w.side, w.lane_row(), w.lane, [](float a, float b) { return a + b; });
   }
-  cp_async_wait<0>();
-  __syncthreads();
-  write_output(rO, softmax, p, c, sQ);
+  float* gLse = p.lse ? p.lse + (static_cast<int64>(c.batch) * p.heads_q + c.head) * p.seqlen_q + row_begin : nullptr;
+  if (w.side == 0) store_lse(gLse, softmax, p.exp2_scale, w.row, rows_left, w.lane);
+  const bool spoilt = stage_output<Shape::Element, Shape::tile_dv, Shape::warps_n>(sQ, rO, softmax, w.row, w.side, w.lane);
+  return Config::has_band && !careful && __syncthreads_or(spoilt);
+}
+
+// Rows of sO to global memory, each by the warp or pair of warps that staged it.
+__device__ __forceinline__ void write_output(const ForwardParams& p, const TileCoordinate& c, unsigned sO) {
+  const WarpCoordinate w;
+  const int row_begin = c.query_tile * Shape::tile_m;
+  char* gO = static_cast<char*>(p.out) + c.batch * p.out_batch + c.head * p.out_head + row_begin * p.out_row;
+  if constexpr (Shape::warps_n == 1) {
+    __syncwarp();
+  } else {
+    pair_sync(w.pair);
+  }
+  store_output<Shape::tile_dv, Shape::warp_rows, 32 * Shape::warps_n, Config::out_vector_bytes, Config::exact_dims>(
+      sO, gO, p.out_row, w.row, p.seqlen_q - row_begin, p.head_dim_v, w.side * 32 + w.lane);
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_per_sm)
+    sm80_forward(const __grid_constant__ cuflash::ForwardParams p) {
+  using namespace cuflash;
+  extern __shared__ __align__(128) char shared[];
+  const TileCoordinate c = TileCoordinate::of_block<Config::has_band>(p);
+  const unsigned base = shared_address(shared);
+#pragma unroll 1
+  for (bool careful = false; compute_tile(p, c, base, careful); careful = true) __syncthreads();
+  write_output(p, c, base);
 }
