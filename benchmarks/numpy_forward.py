@@ -1,4 +1,4 @@
-"""Tiled NumPy attention against the naive two-pass one: ``python benchmarks/numpy_forward.py [--heads 2] [--dim 64]``.
+"""Tiled NumPy attention against the naive two-pass one: ``python benchmarks/numpy_forward.py [--heads 8] [--dim 64]``.
 
 Naive is what one would write by hand: the whole N x N softmax in float32 on BLAS with all its threads, 16-bit inputs
 upcast once. Both are timed alternately in one run; the best of the repeats counts.
@@ -56,7 +56,7 @@ def best_times(functions: list[Callable[[], object]], repeats: int) -> list[floa
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["float32", "bfloat16"])
     parser.add_argument("--seqlens", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192])

@@ -1,16 +1,17 @@
 """Exact attention on NumPy arrays: tiled online softmax on BLAS, O(1) extra memory a worker, no N x N array.
 
-Bits of one (batch, head, query) row must not depend on anything but that row and the keys it sees, yet a BLAS may sum in
-another order when the shape of a product changes. So every product has a fixed shape: query tiles start at multiples of
-``tile_q``, key tiles at multiples of ``tile_k``, both are copied to contiguous scratch and padded, and BLAS runs with one
-thread. The only shape that varies is the row count of short query tiles, and only when :func:`row_counts` has seen
-that this BLAS gives the same bits.
+Bits of one (batch, head, query) row must not depend on anything but that row and the keys it sees, yet a BLAS may sum
+in another order when the shape of a product changes. So every product has a fixed shape: query tiles start at multiples
+of ``tile_q``, key tiles at multiples of ``tile_k``, both are copied to contiguous scratch and padded, and BLAS runs
+with one thread. The only shape that varies is the row count of short query tiles, and only when :func:`row_counts` has
+seen that this BLAS gives the same bits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -27,11 +28,13 @@ from cuflash.problem import Problem
 
 Array = np.ndarray[Any, Any]
 
-# 128 x 256 float32 scores are 128 KiB: they stay in L2 between the two products.
-TILE_Q = 128
+# Four 256 x 256 float32 score tiles are 1 MiB; smaller ones stay in smaller caches but switch threads more often.
+TILE_Q = 256
 TILE_K = 256
-# Query tiles that share one converted key/value tile; amortises the upcast of 16-bit keys and values.
-_CHUNK = 8
+# Query tiles that go through each NumPy call together and share one converted key/value tile.
+_CHUNK = 4
+# The sum over a key tile is made of this many shorter ones, which round less than one long chain (5 % of the time).
+_PARTS = 4
 # Below this many FLOPs starting threads costs more than it gains.
 _FLOPS_PER_THREAD = 10_000_000
 
@@ -61,9 +64,9 @@ def forward(
     problem : Problem
         Shapes and options; trusted, not checked against the arrays.
     threads : int, optional
-        Most worker threads, the caller's included. Default :func:`default_threads`. Never changes the result's bits.
+        Most worker threads; 1 computes in the caller's. Default :func:`default_threads`. Never changes the bits.
     tile_q, tile_k : int
-        Tile sizes. These do change the last bits.
+        Tile sizes, `tile_k` a multiple of 4. These do change the last bits.
 
     Notes
     -----
@@ -94,10 +97,10 @@ def forward(
         if workers == 1:
             work()
             return
-        with ThreadPoolExecutor(workers - 1, thread_name_prefix="cuflash") as pool:
-            futures = [pool.submit(work) for _ in range(workers - 1)]
-            work()
-            for future in futures:
+        # New threads, and the caller only waits: the kernel starts a new thread on an idle CPU, while a woken one may
+        # land on its waker's CPU and share it for milliseconds.
+        with ThreadPoolExecutor(workers, thread_name_prefix="cuflash") as pool:
+            for future in [pool.submit(work) for _ in range(workers)]:
                 future.result()
 
 
@@ -105,7 +108,9 @@ def default_threads(problem: Problem) -> int:
     """CPUs that this process may use, fewer when the problem is too small to feed them."""
     affinity = getattr(os, "sched_getaffinity", None)
     cpus = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return max(1, min(cpus, problem.flops() // _FLOPS_PER_THREAD))
+    # With few queries, reading and converting the keys and values dominates: some 32 FLOPs' worth an element.
+    loads = problem.batch * problem.heads_kv * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    return max(1, min(cpus, (problem.flops() + 32 * loads) // _FLOPS_PER_THREAD))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,7 @@ class _Plan:
     tile_q: int
     tile_k: int
     chunks: tuple[tuple[_Tile, ...], ...]  # longest first, the same for each (batch, key/value head)
-    scale_before: np.float64 | None  # on q, before Q K^T
+    scale_before: Any | None  # on q, before Q K^T
     scale_after: Any | None  # on the scores
     softcap: Any | None
 
@@ -144,14 +149,17 @@ def _make_plan(problem: Problem, tile_q: int, tile_k: int, workers: int) -> _Pla
     jobs_wanted = 4 * workers
     total = len(tiles) * problem.batch * problem.heads_kv
     size = min(max(total // jobs_wanted, 1), _CHUNK)
-    chunks = [tuple(tiles[i : i + size]) for i in range(0, len(tiles), size)]
+    chunks = []
+    for _, same in itertools.groupby(tiles, key=lambda tile: tile.rows):
+        group = tuple(same)
+        chunks += [group[i : i + size] for i in range(0, len(group), size)]
     chunks.sort(key=lambda chunk: -sum(tile.stop - tile.first for tile in chunk))
-    # tanh wants s / softcap. A factor <= 1 is folded into q, where it cannot overflow.
+    # tanh wants s / softcap. Powers of two up to 1 go into q, where they round nothing and cannot overflow.
     factor = problem.scale / problem.softcap if problem.softcap else problem.scale
-    fold = abs(factor) <= 1.0
+    fold = abs(factor) <= 1.0 and abs(math.frexp(factor)[0]) == 0.5
     return _Plan(
         problem, compute, tile_q, tile_k, tuple(chunks),
-        scale_before=np.float64(factor) if fold else None,
+        scale_before=_scalar(factor, compute) if fold else None,
         scale_after=None if fold else _scalar(factor, compute),
         softcap=_scalar(problem.softcap, compute) if problem.softcap else None,
     )  # fmt: skip
@@ -159,7 +167,7 @@ def _make_plan(problem: Problem, tile_q: int, tile_k: int, workers: int) -> _Pla
 
 def _scalar(value: float, compute: np.dtype[Any]) -> Any:
     """`value` in the compute dtype, or float64 (so that NumPy multiplies in float64) when it would overflow there."""
-    return compute.type(value) if abs(value) <= np.finfo(compute).max else np.float64(value)
+    return compute.type(value) if abs(value) <= float(np.finfo(compute).max) else np.float64(value)
 
 
 def _key_tiles(problem: Problem, start: int, rows: int, tile_k: int) -> tuple[int, int]:
@@ -177,21 +185,26 @@ def row_counts(compute: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k
 
     BLAS picks kernels by shape, so this is measured on random data, not assumed.
     """
-    rng = np.random.default_rng(0)
+    rng, width = np.random.default_rng(0), _padded_dim(head_dim_v)
     q, k, p, v = (
         rng.standard_normal(shape).astype(compute)
-        for shape in ((tile_q, head_dim), (tile_k, head_dim), (tile_q, tile_k), (tile_k, head_dim_v + 1))
+        for shape in ((tile_q, head_dim), (tile_k, head_dim), (tile_q, tile_k), (_PARTS, tile_k // _PARTS, width))
     )
     with _one_blas_thread():
-        scores, values = q @ k.T, p @ v
+        scores, values = q @ k.T, _split(p) @ v
         good = [tile_q]
-        for rows in (tile_q // 2, tile_q // 4, tile_q // 8):
-            if rows < 2 or not (
-                np.array_equal(q[:rows] @ k.T, scores[:rows]) and np.array_equal(p[:rows] @ v, values[:rows])
+        for rows in (tile_q >> shift for shift in range(1, 6)):
+            if rows < 8 or not (
+                np.array_equal(q[:rows] @ k.T, scores[:rows]) and np.array_equal(_split(p[:rows]) @ v, values[:, :rows])
             ):
                 break
             good.append(rows)
     return tuple(reversed(good))
+
+
+def _padded_dim(head_dim_v: int) -> int:
+    """Columns of the value tiles: OpenBLAS gives few rows the bits of many only for multiples of 16."""
+    return -(-head_dim_v // 16) * 16
 
 
 class _Scratch:
@@ -204,15 +217,15 @@ class _Scratch:
             return np.zeros(shape, plan.compute)
 
         self.q = buffer(slots, plan.tile_q, problem.head_dim)
-        # The last column of v is 1, so that the last column of acc is the running sum of exp(score - top).
-        self.acc = buffer(slots, plan.tile_q, problem.head_dim_v + 1)
+        width = _padded_dim(problem.head_dim_v)
+        self.acc = buffer(slots, plan.tile_q, width)
         self.top = buffer(slots, plan.tile_q, 1)  # running row maximum
+        self.total = buffer(slots, plan.tile_q, 1)  # running sum of exp(score - top)
         self.k = buffer(plan.tile_k, problem.head_dim)
-        self.v = buffer(plan.tile_k, problem.head_dim_v + 1)
-        self.v[:, -1] = 1
-        self.scores = buffer(plan.tile_q, plan.tile_k)
-        self.values = buffer(plan.tile_q, problem.head_dim_v + 1)
-        self.column = buffer(plan.tile_q, 1)
+        self.v = buffer(plan.tile_k, width)
+        self.scores = buffer(slots, plan.tile_q, plan.tile_k)
+        self.values = buffer(slots, _PARTS, plan.tile_q, width)  # one for each part of the keys
+        self.column = buffer(slots, plan.tile_q, 1)
 
 
 def _run_chunk(
@@ -222,19 +235,19 @@ def _run_chunk(
     for slot, tile in enumerate(chunk):
         _load_queries(plan, scratch, slot, tile, q[:, head_kv * plan.problem.group + tile.head])
     for index in range(min(tile.first for tile in chunk), max(tile.stop for tile in chunk)):
-        users = [(slot, tile) for slot, tile in enumerate(chunk) if tile.first <= index < tile.stop]
+        # Both ends of a tile's range grow with its start, so the tiles that see this key tile are neighbours.
+        users = [slot for slot, tile in enumerate(chunk) if tile.first <= index < tile.stop]
         if not users:
             continue
         start = index * plan.tile_k
+        values = scratch.v[:, : plan.problem.head_dim_v]
         _load(scratch.k, k[start : start + plan.tile_k])
-        values = scratch.v[:, :-1]
         _load(values, v[start : start + plan.tile_k])
         finite, special = np.isfinite(values), None
         if not finite.all():
             special = np.where(finite, 0, values)
             values[~finite] = 0
-        for slot, tile in users:
-            _update(plan, scratch, slot, tile, start, special)
+        _update(plan, scratch, chunk, slice(users[0], users[-1] + 1), start, special)
 
 
 def _load(buffer: Array, rows: Array) -> None:
@@ -247,39 +260,62 @@ def _load_queries(plan: _Plan, scratch: _Scratch, slot: int, tile: _Tile, q: Arr
     queries = scratch.q[slot, : tile.padded]
     _load(queries, q[tile.start : tile.start + tile.rows])
     if plan.scale_before is not None:
-        np.multiply(queries, plan.scale_before, out=queries, casting="same_kind")  # in float64, rounded once
+        np.multiply(queries, plan.scale_before, out=queries)
     scratch.acc[slot] = 0
+    scratch.total[slot] = 0
     scratch.top[slot] = np.finfo(plan.compute).min  # not -inf, because -inf - -inf would be NaN
 
 
-def _update(plan: _Plan, scratch: _Scratch, slot: int, tile: _Tile, start: int, special: Array | None) -> None:
-    """Add the key/value tile that begins at key `start` to the running state of one query tile."""
-    padded = scratch.scores[: tile.padded]
-    np.matmul(scratch.q[slot, : tile.padded], scratch.k.T, out=padded)
-    scores = padded[: tile.rows]  # the padding rows stay finite or not: nothing reads them
+def _update(
+    plan: _Plan, scratch: _Scratch, chunk: tuple[_Tile, ...], slots: slice, start: int, special: Array | None
+) -> None:
+    """Add the key/value tile that begins at key `start` to the running state of the query tiles in `slots`.
+
+    All of them go through each NumPy call together: the products keep their shape (NumPy makes one BLAS call a tile),
+    and the long calls without the GIL are what lets the workers overlap.
+    """
+    rows, padded = chunk[0].rows, chunk[0].padded  # the same in a whole chunk
+    products = scratch.scores[slots, :padded]
+    np.matmul(scratch.q[slots, :padded], scratch.k.T, out=products)
+    scores = products[:, :rows]  # the padding rows may hold anything: nothing reads them
     if plan.scale_after is not None:
         np.multiply(scores, plan.scale_after, out=scores, casting="same_kind")
     if plan.softcap is not None:
         np.tanh(scores, out=scores)
         np.multiply(scores, plan.softcap, out=scores, casting="same_kind")
-    hidden = _hidden(plan, tile, start)
-    if hidden is not None:
-        np.copyto(scores, -np.inf, where=hidden)
+    masks = [_hidden(plan, tile, start) for tile in chunk[slots]]
+    for tile_scores, hidden in zip(scores, masks, strict=True):
+        if hidden is not None:
+            np.copyto(tile_scores, -np.inf, where=hidden)
 
-    top, column, acc = scratch.top[slot, : tile.rows], scratch.column[: tile.rows], scratch.acc[slot, : tile.rows]
-    np.maximum.reduce(scores, axis=1, keepdims=True, out=column)
+    top, total = scratch.top[slots, :rows], scratch.total[slots, :rows]
+    column, acc = scratch.column[slots, :rows], scratch.acc[slots, :rows]
+    np.maximum.reduce(scores, axis=-1, keepdims=True, out=column)
     np.maximum(column, top, out=column)
     np.subtract(top, column, out=top)
     rescale = np.exp(top)
-    np.subtract(scores, column, out=scores)
     np.copyto(top, column)
+    np.subtract(scores, column, out=scores)
     np.exp(scores, out=scores)
-    np.matmul(padded, scratch.v, out=scratch.values[: tile.padded])
-    values = scratch.values[: tile.rows]
+    np.add.reduce(scores, axis=-1, keepdims=True, out=column)
+    np.multiply(total, rescale, out=total)
+    np.add(total, column, out=total)
+    parts = scratch.values[slots, :, :padded]
+    np.matmul(_split(products), scratch.v.reshape(_PARTS, -1, scratch.v.shape[1]), out=parts)
+    values = parts[:, 0, :rows]
+    for part in range(1, _PARTS):
+        np.add(values, parts[:, part, :rows], out=values)
     if special is not None:
-        _add_special(values[:, :-1], scores, special, hidden)
+        for tile_values, weights, hidden in zip(values, scores, masks, strict=True):
+            _add_special(tile_values[:, : special.shape[1]], weights, special, hidden)
     np.multiply(acc, rescale, out=acc)
     np.add(acc, values, out=acc)
+
+
+def _split(weights: Array) -> Array:
+    """View (..., rows, tile_k) as (..., parts, rows, tile_k / parts)."""
+    split: Array = weights.reshape(*weights.shape[:-1], _PARTS, -1).swapaxes(-2, -3)
+    return split
 
 
 def _hidden(plan: _Plan, tile: _Tile, start: int) -> Array | None:
@@ -329,7 +365,8 @@ def _store_chunk(
 ) -> None:
     for slot, tile in enumerate(chunk):
         head, rows = head_kv * plan.problem.group + tile.head, slice(tile.start, tile.start + tile.rows)
-        acc, total = scratch.acc[slot, : tile.rows, :-1], scratch.acc[slot, : tile.rows, -1:]
+        acc = scratch.acc[slot, : tile.rows, : plan.problem.head_dim_v]
+        total = scratch.total[slot, : tile.rows]
         empty = total == 0
         np.divide(acc, np.where(empty, 1, total), out=acc)
         np.copyto(out[rows, head], acc, casting="unsafe")
