@@ -136,7 +136,8 @@ def _check_causal(causal: object) -> Causal:
     if isinstance(causal, bool) or type(causal).__name__ in ("bool_", "bool"):
         return bool(causal)
     raise ValueError(
-        f"causal={causal!r} is not understood; pass False, True (the same as 'bottom-right'), 'bottom-right' or 'top-left'"
+        f"causal={causal!r} is not understood; "
+        "pass False, True (the same as 'bottom-right'), 'bottom-right' or 'top-left'"
     )
 
 
@@ -155,7 +156,8 @@ def _check_side(window: tuple[object, object] | list[object], index: int, side: 
     try:
         reach = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"window={window!r}: the {side} side must be an int or None, not {type(value).__name__}") from None
+        kind = type(value).__name__
+        raise TypeError(f"window={window!r}: the {side} side must be an int or None, not {kind}") from None
     if reach < 0:
         raise ValueError(f"window={window!r}: the {side} side must be >= 0; use None for an open side")
     return reach
@@ -189,7 +191,7 @@ def _check_scale(scale: object) -> float | None:
 def _check_layout(layout: object) -> Layout:
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout={layout!r} is not known; use 'bshd' (batch, seqlen, heads, dim) or 'bhsd'")
-    return layout  # type: ignore[return-value]
+    return layout
 
 
 Shape4 = tuple[int, int, int, int]
@@ -227,15 +229,16 @@ def make_problem(
     """
     if not len(q_shape) == len(k_shape) == len(v_shape):
         raise ValueError(
-            f"q, k and v must have the same number of dimensions, not {len(q_shape)}, {len(k_shape)} and {len(v_shape)} "
-            f"(shapes {tuple(q_shape)}, {tuple(k_shape)}, {tuple(v_shape)})"
+            "q, k and v must have the same number of dimensions; "
+            f"their shapes are {tuple(q_shape)}, {tuple(k_shape)} and {tuple(v_shape)}"
         )
     batch, seqlen_q, heads_q, head_dim = canonical_shape("q", q_shape, options.layout)
     batch_k, seqlen_k, heads_kv, head_dim_k = canonical_shape("k", k_shape, options.layout)
     batch_v, seqlen_v, heads_v, head_dim_v = canonical_shape("v", v_shape, options.layout)
     shapes = f"(q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}, layout {options.layout!r})"
     if not batch == batch_k == batch_v:
-        raise ValueError(f"q, k and v must have one batch size, not {batch}, {batch_k} and {batch_v} {shapes}; broadcast them first")
+        sizes = f"{batch}, {batch_k} and {batch_v}"
+        raise ValueError(f"q, k and v must have one batch size, not {sizes} {shapes}; broadcast them first")
     if head_dim != head_dim_k:
         raise ValueError(f"q and k must have the same head_dim, not {head_dim} and {head_dim_k} {shapes}")
     if seqlen_k != seqlen_v:
@@ -243,7 +246,9 @@ def make_problem(
     if heads_kv != heads_v:
         raise ValueError(f"k and v must have the same number of heads, not {heads_kv} and {heads_v} {shapes}")
     if heads_q < 1 or heads_kv < 1 or heads_q % heads_kv:
-        raise ValueError(f"the heads of q ({heads_q}) must be a positive multiple of the heads of k and v ({heads_kv}) {shapes}")
+        raise ValueError(
+            f"the heads of q ({heads_q}) must be a positive multiple of the heads of k and v ({heads_kv}) {shapes}"
+        )
     for name, dim in (("q and k", head_dim), ("v", head_dim_v)):
         if not 1 <= dim <= MAX_HEAD_DIM:
             raise ValueError(f"the head_dim of {name} is {dim}; it must be between 1 and {MAX_HEAD_DIM} {shapes}")

@@ -66,9 +66,7 @@ def why_not(name: str, problem: Problem, operands: Operands, device: DeviceInfo)
     return variant.unsupported(problem, operands, device)
 
 
-def select(
-    problem: Problem, operands: Operands, device: DeviceInfo, variant: str | None = None
-) -> tuple[Variant, Any]:
+def select(problem: Problem, operands: Operands, device: DeviceInfo, variant: str | None = None) -> tuple[Variant, Any]:
     """Choose the variant for a problem and its Config.
 
     Parameters

@@ -167,17 +167,27 @@ __device__ __forceinline__ FragmentAddress<Shape::tile_d> query_address(unsigned
   return FragmentAddress<Shape::tile_d>::rows_first(sQ + w.row * TileLayout<Shape::tile_d>::row_bytes, w.lane);
 }
 
-// The query fragments of a warp where they stay in registers; elsewhere they are read again for every key tile.
+// The query fragments of a warp: all of them where they stay in registers, else the two 16-column blocks in use.
 struct QueryFragments {
   static constexpr int k_blocks = Shape::tile_d / 16;
-  unsigned rQ[Config::q_in_registers ? k_blocks : 1][Shape::m_tiles][4];
+  static constexpr int held = Config::q_in_registers ? k_blocks : 2;
+  unsigned rQ[held][Shape::m_tiles][4];
 
-  __device__ __forceinline__ void load_once(unsigned sQ) {
-    const auto address = query_address(sQ, WarpCoordinate());
+  __device__ __forceinline__ const unsigned (&get(int k) const)[Shape::m_tiles][4] { return rQ[k % held]; }
+
+  __device__ __forceinline__ void load(int k, const FragmentAddress<Shape::tile_d>& address) {
+    if constexpr (!Config::q_in_registers) load_block(k, address);
+  }
+
+  __device__ __forceinline__ void load_all(unsigned sQ) {
 #pragma unroll
-    for (int k = 0; k < k_blocks; ++k)
+    for (int k = 0; k < held; ++k) load_block(k, query_address(sQ, WarpCoordinate()));
+  }
+
+ private:
+  __device__ __forceinline__ void load_block(int k, const FragmentAddress<Shape::tile_d>& address) {
 #pragma unroll
-      for (int m = 0; m < Shape::m_tiles; ++m) ldmatrix_x4(rQ[k][m], address.block(m, k));
+    for (int m = 0; m < Shape::m_tiles; ++m) ldmatrix_x4(rQ[k % held][m], address.block(m, k));
   }
 };
 
@@ -192,22 +202,23 @@ __device__ __forceinline__ void query_key(float (&rS)[Shape::m_tiles][Shape::n_t
     for (int n = 0; n < Shape::n_tiles; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) rS[m][n][i] = 0.0f;
+  // Fragments are read one step ahead of the products that use them.
+  constexpr int n_blocks = Shape::n_tiles / 2, k_blocks = QueryFragments::k_blocks;
+  unsigned rK[2][4];
+  query.load(0, address);
+  ldmatrix_x4(rK[0], key.block(0, 0));
 #pragma unroll
-  for (int k = 0; k < QueryFragments::k_blocks; ++k) {
-    auto& rA = query.rQ[Config::q_in_registers ? k : 0];
-    if constexpr (!Config::q_in_registers) {
-#pragma unroll
-      for (int m = 0; m < Shape::m_tiles; ++m) ldmatrix_x4(rA[m], address.block(m, k));
+  for (int step = 0; step < k_blocks * n_blocks; ++step) {
+    const int k = step / n_blocks, n = step % n_blocks;
+    const int next = step + 1;
+    if (next < k_blocks * n_blocks) {
+      if (next % n_blocks == 0) query.load(next / n_blocks, address);
+      ldmatrix_x4(rK[next % 2], key.block(next % n_blocks, next / n_blocks));
     }
 #pragma unroll
-    for (int n = 0; n < Shape::n_tiles; n += 2) {
-      unsigned rK[4];
-      ldmatrix_x4(rK, key.block(n / 2, k));
-#pragma unroll
-      for (int m = 0; m < Shape::m_tiles; ++m) {
-        mma_m16n8k16<Shape::Element>(rS[m][n], rA[m], rK[0], rK[1]);
-        mma_m16n8k16<Shape::Element>(rS[m][n + 1], rA[m], rK[2], rK[3]);
-      }
+    for (int m = 0; m < Shape::m_tiles; ++m) {
+      mma_m16n8k16<Shape::Element>(rS[m][2 * n], query.get(k)[m], rK[step % 2][0], rK[step % 2][1]);
+      mma_m16n8k16<Shape::Element>(rS[m][2 * n + 1], query.get(k)[m], rK[step % 2][2], rK[step % 2][3]);
     }
   }
 }
@@ -218,17 +229,23 @@ __device__ __forceinline__ void mask_tile(float (&rS)[Shape::m_tiles][Shape::n_t
   mask_scores<Config::has_band>(rS, p, row_begin + w.lane_row(), first_key + w.first_key() + 2 * (w.lane % 4));
 }
 
-// rO (warp_rows, tile_dv / warps_n) += P V over 16 keys.
+// rO (warp_rows, tile_dv / warps_n) += P V over 16 keys. rV holds the first V fragment on entry, and on exit that of the next
+// key block if there is one: fragments are read one step ahead here too.
 __device__ __forceinline__ void weight_value(float (&rO)[Shape::m_tiles][Shape::d_tiles][4], const unsigned (&rP)[Shape::m_tiles][4],
-                                             const FragmentAddress<Shape::tile_dv>& value, int key_block) {
+                                             unsigned (&rV)[2][4], const FragmentAddress<Shape::tile_dv>& value, int key_block, bool last) {
+  constexpr int d_blocks = Shape::d_tiles / 2;
 #pragma unroll
-  for (int d = 0; d < Shape::d_tiles; d += 2) {
-    unsigned rV[4];
-    ldmatrix_x4_trans(rV, value.block<Shape::warps_n>(key_block, d / 2));
+  for (int d = 0; d < d_blocks; ++d) {
+    const int step = key_block * d_blocks + d;
+    if (d + 1 < d_blocks) {
+      ldmatrix_x4_trans(rV[(step + 1) % 2], value.block<Shape::warps_n>(key_block, d + 1));
+    } else if (!last) {
+      ldmatrix_x4_trans(rV[(step + 1) % 2], value.block<Shape::warps_n>(key_block + 1, 0));
+    }
 #pragma unroll
     for (int m = 0; m < Shape::m_tiles; ++m) {
-      mma_m16n8k16<Shape::Element>(rO[m][d], rP[m], rV[0], rV[1]);
-      mma_m16n8k16<Shape::Element>(rO[m][d + 1], rP[m], rV[2], rV[3]);
+      mma_m16n8k16<Shape::Element>(rO[m][2 * d], rP[m], rV[step % 2][0], rV[step % 2][1]);
+      mma_m16n8k16<Shape::Element>(rO[m][2 * d + 1], rP[m], rV[step % 2][2], rV[step % 2][3]);
     }
   }
 }
@@ -265,25 +282,29 @@ __device__ __forceinline__ void accumulate_output(float (&rO)[Shape::m_tiles][Sh
   const WarpCoordinate w;
   constexpr int blocks = Shape::n_tiles / 2;
   auto value = FragmentAddress<Shape::tile_dv>::rows_first(sV, w.lane).template part<Shape::warps_n>(w.side);
+  unsigned rV[2][4];
   if constexpr (Shape::warps_n == 1) {
+    ldmatrix_x4_trans(rV[0], value.block(0, 0));
 #pragma unroll
-    for (int k = 0; k < blocks; ++k) weight_value(rO, rP[k], value, k);
+    for (int k = 0; k < blocks; ++k) weight_value(rO, rP[k], rV, value, k, k + 1 == blocks);
   } else {
-    publish_weights<Shape::tile_n>(sP, rP, w.lane_row(), w.side * 2 * blocks, w.lane);
     const unsigned origin = value.origin;
     value.origin = origin + w.first_key() * TileLayout<Shape::tile_dv>::row_bytes;
+    ldmatrix_x4_trans(rV[0], value.block<Shape::warps_n>(0, 0));
+    publish_weights<Shape::tile_n>(sP, rP, w.lane_row(), w.side * 2 * blocks, w.lane);
 #pragma unroll
-    for (int k = 0; k < blocks; ++k) weight_value(rO, rP[k], value, k);
+    for (int k = 0; k < blocks; ++k) weight_value(rO, rP[k], rV, value, k, k + 1 == blocks);
     pair_sync(w.pair);
     auto weights = FragmentAddress<Shape::tile_n>::rows_first(sP + w.row * TileLayout<Shape::tile_n>::row_bytes, w.lane);
     weights = weights.template part<2>(1 - w.side);
     value.origin = origin + (Shape::tile_n / 2 - w.first_key()) * TileLayout<Shape::tile_dv>::row_bytes;
+    ldmatrix_x4_trans(rV[0], value.block<Shape::warps_n>(0, 0));
 #pragma unroll
     for (int k = 0; k < blocks; ++k) {
       unsigned rA[Shape::m_tiles][4];
 #pragma unroll
       for (int m = 0; m < Shape::m_tiles; ++m) ldmatrix_x4(rA[m], weights.block<2>(m, k));
-      weight_value(rO, rA, value, k);
+      weight_value(rO, rA, rV, value, k, k + 1 == blocks);
     }
   }
 }
@@ -325,7 +346,7 @@ __device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileC
   for (int tile = tiles.last - 1; tile >= tiles.first; --tile) {
     const bool masked = tiles.needs_mask(tile);
     ring.acquire_keys(tile, tiles);
-    if (Config::q_in_registers && tile == tiles.last - 1) query.load_once(sQ);
+    if (Config::q_in_registers && tile == tiles.last - 1) query.load_all(sQ);
     float rS[Shape::m_tiles][Shape::n_tiles][4];
     query_key(rS, query, sQ, ring.k_tile());
     ring.fetch_ahead(tile, tiles);

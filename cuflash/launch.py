@@ -1,0 +1,113 @@
+"""The fast path from a loaded kernel to the GPU: parameters packed once, one driver call a launch.
+
+A CuPy ``RawKernel`` call repacks every argument and costs about 20 us. Here the parameter struct of a plan is packed
+when the plan is made, and a launch overwrites its five pointers and calls ``cuLaunchKernel``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cuflash.jit import LoadedKernel
+from cuflash.problem import Problem
+from cuflash.variants.base import Operands
+
+# struct ForwardParams of cuda_src/core/params.cuh, field by field: five pointers, then
+#   int64 q_batch, q_row, q_head, k_..., v_..., out_...;  int seqlen_q, seqlen_k, heads_q, group, head_dim, head_dim_v,
+#   diag_lower, diag_upper, query_tiles;  float score_scale, softcap, exp2_scale
+_POINTERS = struct.Struct("5Q")
+_REST = struct.Struct("12q9i3f")
+FORWARD_PARAMS_BYTES = _POINTERS.size + _REST.size
+
+_MAX_GRID_YZ = 65535  # blocks along y and z of a CUDA grid
+
+_LOG2_E = 1.4426950408889634
+
+
+def forward_params(problem: Problem, operands: Operands, query_tiles: int, score: str) -> bytes:
+    """The constant part of ForwardParams: everything after the pointers."""
+    p = problem
+    arrays = (operands.q, operands.k, operands.v, operands.out)
+    strides = [step * p.itemsize for x in arrays for step in (x.strides[0], x.strides[1], x.strides[2])]
+    # The kernels add a row index to a diagonal in 32 bits: an open side becomes the nearest one that hides nothing.
+    lower = -p.seqlen_q if p.diag_lower is None else min(max(p.diag_lower, -p.seqlen_q), p.seqlen_k)
+    upper = p.seqlen_k if p.diag_upper is None else max(min(p.diag_upper, p.seqlen_k), -p.seqlen_q)
+    score_scale, exp2_scale = _scales(p, score)
+    sizes = (p.seqlen_q, p.seqlen_k, p.heads_q, p.group, p.head_dim, p.head_dim_v, lower, upper, query_tiles)
+    return _REST.pack(*strides, *sizes, score_scale, p.softcap, exp2_scale)
+
+
+def _scales(problem: Problem, score: str) -> tuple[float, float]:
+    """(score_scale, exp2_scale) for a score stage of cuda_src/core/score.cuh."""
+    if score == "score_folded":
+        return 1.0, problem.scale * _LOG2_E
+    if score == "score_scaled":
+        return problem.scale, _LOG2_E
+    return 2.0 * _LOG2_E * problem.scale / problem.softcap, _LOG2_E
+
+
+class ForwardLaunch:
+    """Launches one kernel for one plan; calling it enqueues and returns at once.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+    params : bytes
+        From :func:`forward_params`.
+    grid : tuple of int
+        (query tiles, heads, batch entries); a batch larger than a grid is launched in pieces.
+    threads, shared_bytes : int
+        Of a block.
+    batch_strides : tuple of int
+        Bytes from one batch entry to the next in q, k, v, out and lse.
+    """
+
+    def __init__(
+        self,
+        kernel: LoadedKernel,
+        params: bytes,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        batch_strides: tuple[int, int, int, int, int],
+    ) -> None:
+        from cuda.bindings import driver
+
+        self._kernel = kernel  # keeps the module loaded
+        self._struct = ctypes.create_string_buffer(bytes(_POINTERS.size) + params, FORWARD_PARAMS_BYTES)
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._struct))
+        self._lock = threading.Lock()  # the struct is shared by the threads that run this plan
+        self._launch: Callable[..., Any] = driver.cuLaunchKernel
+        self._function = driver.CUfunction(kernel.function)
+        self._arguments_address = ctypes.addressof(self._arguments)
+        self._grid, self._threads, self._shared_bytes = grid, threads, shared_bytes
+        self._batch_strides = batch_strides
+
+    def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
+        x, y, z = self._grid
+        if z > _MAX_GRID_YZ:
+            for start, count in self._pieces():
+                pointers = zip((q, k, v, out, lse), self._batch_strides, strict=True)
+                at = [pointer + start * step if pointer else 0 for pointer, step in pointers]
+                self._enqueue(at[0], at[1], at[2], at[3], at[4], x, y, count, stream)
+        else:
+            self._enqueue(q, k, v, out, lse, x, y, z, stream)
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        total = self._grid[2]
+        for start in range(0, total, _MAX_GRID_YZ):
+            yield start, min(_MAX_GRID_YZ, total - start)
+
+    def _enqueue(self, q: int, k: int, v: int, out: int, lse: int, x: int, y: int, z: int, stream: int) -> None:
+        with self._lock:
+            _POINTERS.pack_into(self._struct, 0, q, k, v, out, lse)
+            (status,) = self._launch(
+                self._function, x, y, z, self._threads, 1, 1, self._shared_bytes, stream, self._arguments_address, 0
+            )
+        if status:
+            compiled = self._kernel.compiled
+            raise RuntimeError(f"cuLaunchKernel of {compiled.name} failed with {status!r} ({compiled.config})")
