@@ -23,7 +23,7 @@ __device__ __forceinline__ bool has_nonfinite(const Loader& loader, unsigned sV)
 }
 
 template <class Element, class Loader>
-__device__ __noinline__ void clear_nonfinite(const Loader& loader, unsigned sV) {
+__device__ __forceinline__ void clear_nonfinite(const Loader& loader, unsigned sV) {
   loader.for_each_chunk(sV, [&](unsigned address) {
     const uint4 chunk = load_shared_chunk(address);
     store_shared(address, make_uint4(finite_or_zero<Element>(chunk.x), finite_or_zero<Element>(chunk.y), finite_or_zero<Element>(chunk.z),

@@ -42,14 +42,13 @@ struct Shape {
   static_assert(warps_n == 1 || (warps_n == 2 && tile_n % 32 == 0), "a row belongs to one warp or to a pair");
 };
 
-// The ring of K and V tiles: tile j lives in stage (last - 1 - j) % stages. With one stage, keys are fetched while values are
+// The ring of K and V tiles: tile j lives in stage j % stages. With one stage, keys are fetched while values are
 // in use and the other way round, which halves the shared memory and leaves room for two blocks. What a fetch needs is made anew from the thread
 // index, the parameters and two pointers parked in shared memory: kept in registers over the loop it would be spilled.
 struct KeyValueRing {
   const ForwardParams& p;
   unsigned sK, sV;    // (stages, tile_n, tile_d), (stages, tile_n, tile_dv)
   unsigned sPointer;  // start of the head's keys, and of its values
-  int write_stage = 0, read_stage = 0;
 
   __device__ __forceinline__ KeyValueRing(const ForwardParams& params, unsigned shared, unsigned pointers)
       : p(params), sK(shared), sV(shared + Config::stages * Shape::k_bytes), sPointer(pointers) {}
@@ -67,7 +66,7 @@ struct KeyValueRing {
     const int64 key = static_cast<int64>(tile) * Shape::tile_n;
     const int rows_left = CheckRows ? p.seqlen_k - static_cast<int>(key) : 0;
     const Shape::KLoader loader(rematerialized_thread(), p.head_dim);
-    loader.load<CheckRows>(sK + write_stage * Shape::k_bytes, load_shared_pointer(sPointer) + key * p.k_row, p.k_row, rows_left);
+    loader.load<CheckRows>(k_tile(tile), load_shared_pointer(sPointer) + key * p.k_row, p.k_row, rows_left);
   }
 
   // The same for its values.
@@ -75,7 +74,7 @@ struct KeyValueRing {
   __device__ __forceinline__ void fetch_values(int tile) const {
     const int64 key = static_cast<int64>(tile) * Shape::tile_n;
     const int rows_left = CheckRows ? p.seqlen_k - static_cast<int>(key) : 0;
-    v_loader().load<CheckRows>(sV + write_stage * Shape::v_bytes, load_shared_pointer(sPointer + 8) + key * p.v_row, p.v_row, rows_left);
+    v_loader().load<CheckRows>(v_tile(tile), load_shared_pointer(sPointer + 8) + key * p.v_row, p.v_row, rows_left);
   }
 
   // The first tile's keys, its values in a copy group of their own, and whatever else there is room for.
@@ -87,7 +86,6 @@ struct KeyValueRing {
       if (stage == 0) cp_async_commit();
       if (tile >= tiles.first) fetch_values<true>(tile);
       cp_async_commit();
-      advance(write_stage);
     }
   }
 
@@ -114,7 +112,6 @@ struct KeyValueRing {
         fetch_values<false>(tile);
       }
       cp_async_commit();
-      advance(write_stage);
     }
   }
 
@@ -124,7 +121,7 @@ struct KeyValueRing {
     bool nonfinite = false;
     if (first || Config::stages == 1) cp_async_wait<Config::stages - 1>();
     if (Config::has_band && check) {
-      nonfinite = __syncthreads_or(has_nonfinite<Shape::Element>(v_loader(), v_tile()));
+      nonfinite = __syncthreads_or(has_nonfinite<Shape::Element>(v_loader(), v_tile(tile)));
     } else if (first || Config::stages == 1) {
       __syncthreads();
     }
@@ -135,15 +132,12 @@ struct KeyValueRing {
     return nonfinite;
   }
 
-  __device__ __forceinline__ void release() { advance(read_stage); }
   __device__ __forceinline__ Shape::VLoader v_loader() const { return Shape::VLoader(rematerialized_thread(), p.head_dim_v); }
-  __device__ __forceinline__ unsigned k_tile() const { return sK + read_stage * Shape::k_bytes; }
-  __device__ __forceinline__ unsigned v_tile() const { return sV + read_stage * Shape::v_bytes; }
+  __device__ __forceinline__ unsigned k_tile(int tile) const { return sK + tile % Config::stages * Shape::k_bytes; }
+  __device__ __forceinline__ unsigned v_tile(int tile) const { return sV + tile % Config::stages * Shape::v_bytes; }
 
  private:
   static constexpr int prefilled = Config::stages == 1 ? 1 : Config::stages - 1;
-
-  static __device__ __forceinline__ void advance(int& stage) { stage = stage + 1 == Config::stages ? 0 : stage + 1; }
 };
 
 // Where a warp works: its rows, and with warps_n = 2 which half of a tile's keys and of head_dim_v it owns. Functions called in
@@ -167,59 +161,45 @@ __device__ __forceinline__ FragmentAddress<Shape::tile_d> query_address(unsigned
   return FragmentAddress<Shape::tile_d>::rows_first(sQ + w.row * TileLayout<Shape::tile_d>::row_bytes, w.lane);
 }
 
-// The query fragments of a warp: all of them where they stay in registers, else the two 16-column blocks in use.
-struct QueryFragments {
-  static constexpr int k_blocks = Shape::tile_d / 16;
-  static constexpr int held = Config::q_in_registers ? k_blocks : 2;
-  unsigned rQ[held][Shape::m_tiles][4];
-
-  __device__ __forceinline__ const unsigned (&get(int k) const)[Shape::m_tiles][4] { return rQ[k % held]; }
-
-  __device__ __forceinline__ void load(int k, const FragmentAddress<Shape::tile_d>& address) {
-    if constexpr (!Config::q_in_registers) load_block(k, address);
-  }
-
-  __device__ __forceinline__ void load_all(unsigned sQ) {
+// rS (warp_rows, tile_n / warps_n) += Q K^T over the columns of one FragmentAddress step.
+__device__ __forceinline__ void query_key_step(float (&rS)[Shape::m_tiles][Shape::n_tiles][4], const FragmentAddress<Shape::tile_d>& query,
+                                               const FragmentAddress<Shape::tile_d>& key) {
 #pragma unroll
-    for (int k = 0; k < held; ++k) load_block(k, query_address(sQ, WarpCoordinate()));
-  }
-
- private:
-  __device__ __forceinline__ void load_block(int k, const FragmentAddress<Shape::tile_d>& address) {
+  for (int k = 0; k < FragmentAddress<Shape::tile_d>::step_blocks; ++k) {
+    unsigned rQ[Shape::m_tiles][4];
 #pragma unroll
-    for (int m = 0; m < Shape::m_tiles; ++m) ldmatrix_x4(rQ[k % held][m], address.block(m, k));
+    for (int m = 0; m < Shape::m_tiles; ++m) ldmatrix_x4(rQ[m], query.block(m, k));
+#pragma unroll
+    for (int n = 0; n < Shape::n_tiles; n += 2) {
+      unsigned rK[4];
+      ldmatrix_x4(rK, key.block(n / 2, k));
+#pragma unroll
+      for (int m = 0; m < Shape::m_tiles; ++m) {
+        mma_m16n8k16<Shape::Element>(rS[m][n], rQ[m], rK[0], rK[1]);
+        mma_m16n8k16<Shape::Element>(rS[m][n + 1], rQ[m], rK[2], rK[3]);
+      }
+    }
   }
-};
+}
 
-// rS (warp_rows, tile_n / warps_n) = Q K^T
-__device__ __forceinline__ void query_key(float (&rS)[Shape::m_tiles][Shape::n_tiles][4], QueryFragments& query, unsigned sQ, unsigned sK) {
+// rS (warp_rows, tile_n / warps_n) = Q K^T. The loop over steps stays rolled: unrolled, ptxas hoists so many fragment loads over
+// the products that it spills beside the accumulators of O.
+__device__ __forceinline__ void query_key(float (&rS)[Shape::m_tiles][Shape::n_tiles][4], unsigned sQ, unsigned sK) {
+  using Layout = TileLayout<Shape::tile_d>;
   const WarpCoordinate w;
-  const auto address = query_address(sQ, w);
-  const auto key = FragmentAddress<Shape::tile_d>::columns_first(sK + w.first_key() * TileLayout<Shape::tile_d>::row_bytes, w.lane);
+  auto query = FragmentAddress<Shape::tile_d>::rows_first(sQ + w.row * Layout::row_bytes, w.lane);
+  auto key = FragmentAddress<Shape::tile_d>::columns_first(sK + w.first_key() * Layout::row_bytes, w.lane);
 #pragma unroll
   for (int m = 0; m < Shape::m_tiles; ++m)
 #pragma unroll
     for (int n = 0; n < Shape::n_tiles; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) rS[m][n][i] = 0.0f;
-  // Fragments are read one step ahead of the products that use them.
-  constexpr int n_blocks = Shape::n_tiles / 2, k_blocks = QueryFragments::k_blocks;
-  unsigned rK[2][4];
-  query.load(0, address);
-  ldmatrix_x4(rK[0], key.block(0, 0));
-#pragma unroll
-  for (int step = 0; step < k_blocks * n_blocks; ++step) {
-    const int k = step / n_blocks, n = step % n_blocks;
-    const int next = step + 1;
-    if (next < k_blocks * n_blocks) {
-      if (next % n_blocks == 0) query.load(next / n_blocks, address);
-      ldmatrix_x4(rK[next % 2], key.block(next % n_blocks, next / n_blocks));
-    }
-#pragma unroll
-    for (int m = 0; m < Shape::m_tiles; ++m) {
-      mma_m16n8k16<Shape::Element>(rS[m][2 * n], query.get(k)[m], rK[step % 2][0], rK[step % 2][1]);
-      mma_m16n8k16<Shape::Element>(rS[m][2 * n + 1], query.get(k)[m], rK[step % 2][2], rK[step % 2][3]);
-    }
+#pragma unroll 1
+  for (int column = 0; column < Shape::tile_d; column += 16 * FragmentAddress<Shape::tile_d>::step_blocks) {
+    query_key_step(rS, query, key);
+    query.step();
+    key.step();
   }
 }
 
@@ -229,23 +209,17 @@ __device__ __forceinline__ void mask_tile(float (&rS)[Shape::m_tiles][Shape::n_t
   mask_scores<Config::has_band>(rS, p, row_begin + w.lane_row(), first_key + w.first_key() + 2 * (w.lane % 4));
 }
 
-// rO (warp_rows, tile_dv / warps_n) += P V over 16 keys. rV holds the first V fragment on entry, and on exit that of the next
-// key block if there is one: fragments are read one step ahead here too.
+// rO (warp_rows, tile_dv / warps_n) += P V over 16 keys.
 __device__ __forceinline__ void weight_value(float (&rO)[Shape::m_tiles][Shape::d_tiles][4], const unsigned (&rP)[Shape::m_tiles][4],
-                                             unsigned (&rV)[2][4], const FragmentAddress<Shape::tile_dv>& value, int key_block, bool last) {
-  constexpr int d_blocks = Shape::d_tiles / 2;
+                                             const FragmentAddress<Shape::tile_dv>& value, int key_block) {
 #pragma unroll
-  for (int d = 0; d < d_blocks; ++d) {
-    const int step = key_block * d_blocks + d;
-    if (d + 1 < d_blocks) {
-      ldmatrix_x4_trans(rV[(step + 1) % 2], value.block<Shape::warps_n>(key_block, d + 1));
-    } else if (!last) {
-      ldmatrix_x4_trans(rV[(step + 1) % 2], value.block<Shape::warps_n>(key_block + 1, 0));
-    }
+  for (int d = 0; d < Shape::d_tiles; d += 2) {
+    unsigned rV[4];
+    ldmatrix_x4_trans(rV, value.block<Shape::warps_n>(key_block, d / 2));
 #pragma unroll
     for (int m = 0; m < Shape::m_tiles; ++m) {
-      mma_m16n8k16<Shape::Element>(rO[m][2 * d], rP[m], rV[step % 2][0], rV[step % 2][1]);
-      mma_m16n8k16<Shape::Element>(rO[m][2 * d + 1], rP[m], rV[step % 2][2], rV[step % 2][3]);
+      mma_m16n8k16<Shape::Element>(rO[m][d], rP[m], rV[0], rV[1]);
+      mma_m16n8k16<Shape::Element>(rO[m][d + 1], rP[m], rV[2], rV[3]);
     }
   }
 }
@@ -282,41 +256,37 @@ __device__ __forceinline__ void accumulate_output(float (&rO)[Shape::m_tiles][Sh
   const WarpCoordinate w;
   constexpr int blocks = Shape::n_tiles / 2;
   auto value = FragmentAddress<Shape::tile_dv>::rows_first(sV, w.lane).template part<Shape::warps_n>(w.side);
-  unsigned rV[2][4];
   if constexpr (Shape::warps_n == 1) {
-    ldmatrix_x4_trans(rV[0], value.block(0, 0));
 #pragma unroll
-    for (int k = 0; k < blocks; ++k) weight_value(rO, rP[k], rV, value, k, k + 1 == blocks);
+    for (int k = 0; k < blocks; ++k) weight_value(rO, rP[k], value, k);
   } else {
+    publish_weights<Shape::tile_n>(sP, rP, w.lane_row(), w.side * 2 * blocks, w.lane);
     const unsigned origin = value.origin;
     value.origin = origin + w.first_key() * TileLayout<Shape::tile_dv>::row_bytes;
-    ldmatrix_x4_trans(rV[0], value.block<Shape::warps_n>(0, 0));
-    publish_weights<Shape::tile_n>(sP, rP, w.lane_row(), w.side * 2 * blocks, w.lane);
 #pragma unroll
-    for (int k = 0; k < blocks; ++k) weight_value(rO, rP[k], rV, value, k, k + 1 == blocks);
+    for (int k = 0; k < blocks; ++k) weight_value(rO, rP[k], value, k);
     pair_sync(w.pair);
     auto weights = FragmentAddress<Shape::tile_n>::rows_first(sP + w.row * TileLayout<Shape::tile_n>::row_bytes, w.lane);
     weights = weights.template part<2>(1 - w.side);
     value.origin = origin + (Shape::tile_n / 2 - w.first_key()) * TileLayout<Shape::tile_dv>::row_bytes;
-    ldmatrix_x4_trans(rV[0], value.block<Shape::warps_n>(0, 0));
 #pragma unroll
     for (int k = 0; k < blocks; ++k) {
       unsigned rA[Shape::m_tiles][4];
 #pragma unroll
       for (int m = 0; m < Shape::m_tiles; ++m) ldmatrix_x4(rA[m], weights.block<2>(m, k));
-      weight_value(rO, rA, rV, value, k, k + 1 == blocks);
+      weight_value(rO, rA, value, k);
     }
   }
 }
 
 // Inf and NaN of a partly hidden V tile: see nonfinite.cuh. All threads of the block come here together.
 __device__ __forceinline__ void silence_nonfinite(float (&rO)[Shape::m_tiles][Shape::d_tiles][4], const KeyValueRing& ring,
-                                                  const ForwardParams& p, int row_begin, int first_key) {
+                                                  const ForwardParams& p, int row_begin, int tile) {
   const WarpCoordinate w;
   add_nonfinite_values<Config::has_band, Shape::Element, Shape::tile_dv, Shape::warps_n, Shape::tile_n>(
-      rO, ring.v_tile(), p, row_begin + w.lane_row(), first_key, w.side, w.lane);
+      rO, ring.v_tile(tile), p, row_begin + w.lane_row(), tile * Shape::tile_n, w.side, w.lane);
   __syncthreads();
-  clear_nonfinite<Shape::Element>(ring.v_loader(), ring.v_tile());
+  clear_nonfinite<Shape::Element>(ring.v_loader(), ring.v_tile(tile));
   __syncthreads();
 }
 
@@ -331,33 +301,30 @@ __device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileC
   const KeyTiles tiles = KeyTiles::make<Config::has_band, Shape::tile_n>(p, row_begin, row_begin + min(rows_left, Shape::tile_m));
 
   KeyValueRing ring(p, sQ + Shape::q_bytes, sRow + Shape::row_bytes);
-  if (threadIdx.x == 0) ring.park_pointers(c);
+  if (rematerialized_thread() == 0) ring.park_pointers(c);
   const char* gQ = static_cast<const char*>(p.q) + c.batch * p.q_batch + c.head * p.q_head + row_begin * p.q_row;
-  Shape::QLoader(threadIdx.x, p.head_dim).load<true>(sQ, gQ, p.q_row, rows_left);
+  Shape::QLoader(rematerialized_thread(), p.head_dim).load<true>(sQ, gQ, p.q_row, rows_left);
   __syncthreads();
   ring.prefill(tiles);
 
-  QueryFragments query;
   OnlineSoftmax<Shape::m_tiles> softmax;
   softmax.init();
   float rO[Shape::m_tiles][Shape::d_tiles][4] = {};
 
 #pragma unroll 1
   for (int tile = tiles.last - 1; tile >= tiles.first; --tile) {
-    const bool masked = tiles.needs_mask(tile);
+    const bool masked = needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, row_begin, tile);
     ring.acquire_keys(tile, tiles);
-    if (Config::q_in_registers && tile == tiles.last - 1) query.load_all(sQ);
     float rS[Shape::m_tiles][Shape::n_tiles][4];
-    query_key(rS, query, sQ, ring.k_tile());
+    query_key(rS, sQ, ring.k_tile(tile));
     ring.fetch_ahead(tile, tiles);
     stage_scores<Config::score>(rS, p);
     if (masked) mask_tile(rS, p, row_begin, tile * Shape::tile_n);
 
     unsigned rP[Shape::n_tiles / 2][Shape::m_tiles][4];
     online_softmax(softmax, rO, rS, rP, p.exp2_scale, sRow);
-    if (ring.acquire_values(tile, tiles, careful && masked)) silence_nonfinite(rO, ring, p, row_begin, tile * Shape::tile_n);
-    accumulate_output(rO, rP, ring.v_tile(), sP);
-    ring.release();
+    if (ring.acquire_values(tile, tiles, careful && masked)) silence_nonfinite(rO, ring, p, row_begin, tile);
+    accumulate_output(rO, rP, ring.v_tile(tile), sP);
   }
 
   softmax.finish();

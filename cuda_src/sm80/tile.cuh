@@ -67,7 +67,7 @@ struct TileLoader {
   template <bool CheckRows>
   __device__ __forceinline__ void load(unsigned sTile, const char* gTile, int64 row_stride, int rows_left) const {
     const char* source = gTile + row * row_stride + 16 * chunk;
-#pragma unroll
+#pragma unroll(VectorBytes == 16 ? passes : 1)  // narrow copies are many instructions each
     for (int pass = 0; pass < passes; ++pass) {
       const int r = row + pass * rows_per_pass;
       const unsigned target = sTile + Layout::offset(r, chunk);
@@ -79,10 +79,10 @@ struct TileLoader {
     }
   }
 
-  // Calls f(address) with this thread's chunks of a tile it has loaded.
+  // Calls f(address) with this thread's chunks of a tile it has loaded. Only rare paths need it, so it saves registers.
   template <class F>
   __device__ __forceinline__ void for_each_chunk(unsigned sTile, F&& f) const {
-#pragma unroll
+#pragma unroll 1
     for (int pass = 0; pass < passes; ++pass)
       if (active(pass)) f(sTile + Layout::offset(row + pass * rows_per_pass, chunk));
   }
@@ -139,6 +139,11 @@ struct FragmentAddress {
   __device__ __forceinline__ FragmentAddress part(int side) const {
     return {origin ^ (Layout::template part_start<Parts>(side) << 4)};
   }
+
+  // Moves on by step_blocks blocks along Dim, for loops that are not unrolled: a span, or half of a span that stands alone.
+  static constexpr int step_blocks = Dim == 64 ? 2 : Layout::span_blocks;
+
+  __device__ __forceinline__ void step() { origin = Dim == 64 ? origin ^ (step_blocks * 32) : origin + span_bytes; }
 
   template <int Parts = 1>
   __device__ __forceinline__ unsigned block(int row_block, int dim_block) const {
