@@ -5,10 +5,11 @@ from importlib.metadata import PackageNotFoundError, version
 from cuflash.api import attention
 from cuflash.errors import CompilationError, UnsupportedProblem
 from cuflash.explain import explain
+from cuflash.precompile import precompile
 
 try:
     __version__ = version("cuflash")
 except PackageNotFoundError:  # imported from a checkout that is not installed
     __version__ = "0.0.0+unknown"
 
-__all__ = ["CompilationError", "UnsupportedProblem", "__version__", "attention", "explain"]
+__all__ = ["CompilationError", "UnsupportedProblem", "__version__", "attention", "explain", "precompile"]
