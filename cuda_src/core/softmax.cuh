@@ -28,22 +28,29 @@ struct OnlineSoftmax {
       }
   }
 
-  // Moves the maxima to cover tile_max. Returns whether any row of the warp must rescale what it has accumulated.
-  __device__ __forceinline__ bool update_max(const float (&tile_max)[MTiles][2], float (&factor)[MTiles][2], float exp2_scale) {
-    bool rescale = false;
+  // Raises the maxima that a tile has outgrown, and rescales what those rows have accumulated.
+  template <int DTiles>
+  __device__ __forceinline__ void raise_max(const float (&tile_max)[MTiles][2], float (&rO)[MTiles][DTiles][4], float exp2_scale) {
+    bool any = false;
+#pragma unroll
+    for (int m = 0; m < MTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) any |= outgrown(m, half, tile_max, exp2_scale);
+    if (!__any_sync(0xFFFFFFFFu, any)) return;
 #pragma unroll
     for (int m = 0; m < MTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float old = row_max[m][half];
-        const float now = fmaxf(old, tile_max[m][half]);
-        const bool moves = (now - old) * exp2_scale > kRescaleThreshold;  // false for -inf - -inf
-        factor[m][half] = moves ? exp2_approx((old - now) * exp2_scale) : 1.0f;
-        row_max[m][half] = moves ? now : old;
-        row_sum[m][half] *= factor[m][half];
-        rescale |= moves;
+        const bool raise = outgrown(m, half, tile_max, exp2_scale);
+        const float factor = raise ? exp2_approx((row_max[m][half] - tile_max[m][half]) * exp2_scale) : 1.0f;
+        row_max[m][half] = raise ? tile_max[m][half] : row_max[m][half];
+        row_sum[m][half] *= factor;
+#pragma unroll
+        for (int d = 0; d < DTiles; ++d) {
+          rO[m][d][2 * half] *= factor;
+          rO[m][d][2 * half + 1] *= factor;
+        }
       }
-    return __any_sync(0xFFFFFFFFu, rescale);
   }
 
   // Scores to weights, in place, adding them to the row sums.
@@ -91,6 +98,12 @@ struct OnlineSoftmax {
     // The product rounded as exponentiate() rounded it: the sum is relative to that.
     return __fadd_rn(__fmul_rn(row_max[m][half], exp2_scale), log2f(row_sum[m][half])) * ln2;
   }
+
+ private:
+  // Whether a tile's maximum is out of reach of the row's. False for NaN and for -inf against -inf.
+  __device__ __forceinline__ bool outgrown(int m, int half, const float (&tile_max)[MTiles][2], float exp2_scale) const {
+    return (tile_max[m][half] - row_max[m][half]) * exp2_scale > kRescaleThreshold;
+  }
 };
 
 template <int MTiles, int NTiles>
@@ -105,16 +118,6 @@ __device__ __forceinline__ void tile_row_max(const float (&rS)[MTiles][NTiles][4
       best = fmaxf(best, __shfl_xor_sync(0xFFFFFFFFu, best, 1));
       tile_max[m][half] = fmaxf(best, __shfl_xor_sync(0xFFFFFFFFu, best, 2));
     }
-}
-
-template <int MTiles, int DTiles>
-__device__ __forceinline__ void rescale(float (&rO)[MTiles][DTiles][4], const float (&factor)[MTiles][2]) {
-#pragma unroll
-  for (int m = 0; m < MTiles; ++m)
-#pragma unroll
-    for (int d = 0; d < DTiles; ++d)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) rO[m][d][i] *= factor[m][i / 2];
 }
 
 }  // namespace cuflash

@@ -29,7 +29,7 @@ struct Shape {
   static constexpr int m_tiles = warp_rows / 16;          // 16-row fragments of a warp
   static constexpr int n_tiles = tile_n / warps_n / 8;    // 8-column fragments of a warp's part of S
   static constexpr int d_tiles = tile_dv / warps_n / 8;   // 8-column fragments of a warp's part of O
-  static constexpr int q_bytes = 2 * tile_m * tile_d;
+  static constexpr int q_bytes = 2 * tile_m * (tile_d > tile_dv ? tile_d : tile_dv);
   static constexpr int k_bytes = 2 * tile_n * tile_d;
   static constexpr int v_bytes = 2 * tile_n * tile_dv;
   using QLoader = TileLoader<tile_m, tile_d, threads, Config::vector_bytes, Config::exact_dims>;
@@ -38,27 +38,41 @@ struct Shape {
   static constexpr int ring_bytes = Config::stages * (k_bytes + v_bytes);
   static constexpr int p_bytes = warps_n == 1 ? 0 : 2 * tile_m * tile_n;  // weights on their way to the partner
   static constexpr int row_bytes = warps_n == 1 ? 0 : 2 * 4 * tile_m;     // row maxima and sums, likewise
+  // Shared memory: sQ (tile_m, tile_d), later sO (tile_m, tile_dv); the ring; sP (tile_m, tile_n); sRow (2, tile_m); the parked words.
+  static constexpr int ring_at = q_bytes, p_at = ring_at + ring_bytes, row_at = p_at + p_bytes, parked_at = row_at + row_bytes;
   static_assert(warp_rows % 16 == 0 && n_tiles % 2 == 0 && d_tiles % 2 == 0, "tiles are made of 16 x 16 blocks");
   static_assert(warps_n == 1 || (warps_n == 2 && tile_n % 32 == 0), "a row belongs to one warp or to a pair");
 };
 
-// The ring of K and V tiles: tile j lives in stage j % stages. With one stage, keys are fetched while values are
-// in use and the other way round, which halves the shared memory and leaves room for two blocks. What a fetch needs is made anew from the thread
-// index, the parameters and two pointers parked in shared memory: kept in registers over the loop it would be spilled.
+// What a block needs again for every tile, in shared memory: kept in registers over the loop it would be spilled.
+struct Parked {
+  unsigned at;  // const char* keys, const char* values of the block's head; unsigned careful
+
+  // By one thread; a barrier must follow before a fetch.
+  __device__ __forceinline__ void init(const ForwardParams& p, const TileCoordinate& c) const {
+    const int kv_head = c.head / p.group;
+    store_shared(at, static_cast<const char*>(p.k) + c.batch * p.k_batch + kv_head * p.k_head);
+    store_shared(at + 8, static_cast<const char*>(p.v) + c.batch * p.v_batch + kv_head * p.v_head);
+    set_careful(false);
+  }
+
+  __device__ __forceinline__ const char* keys() const { return load_shared_pointer(at); }
+  __device__ __forceinline__ const char* values() const { return load_shared_pointer(at + 8); }
+
+  // Whether this pass over the block's tiles watches for inf and NaN in V.
+  __device__ __forceinline__ bool careful() const { return load_shared(at + 16) != 0; }
+  __device__ __forceinline__ void set_careful(bool careful) const { store_shared(at + 16, careful ? 1u : 0u); }
+};
+
+// The ring of K and V tiles: tile j lives in stage j % stages. With one stage, keys are fetched while values are in use and
+// the other way round, which halves the shared memory and leaves room for two blocks.
 struct KeyValueRing {
   const ForwardParams& p;
-  unsigned sK, sV;    // (stages, tile_n, tile_d), (stages, tile_n, tile_dv)
-  unsigned sPointer;  // start of the head's keys, and of its values
+  Parked parked;
+  unsigned sK, sV;  // (stages, tile_n, tile_d), (stages, tile_n, tile_dv)
 
-  __device__ __forceinline__ KeyValueRing(const ForwardParams& params, unsigned shared, unsigned pointers)
-      : p(params), sK(shared), sV(shared + Config::stages * Shape::k_bytes), sPointer(pointers) {}
-
-  // One thread parks the pointers; a barrier must follow before a fetch.
-  __device__ __forceinline__ void park_pointers(const TileCoordinate& c) const {
-    const int kv_head = c.head / p.group;
-    store_shared(sPointer, static_cast<const char*>(p.k) + c.batch * p.k_batch + kv_head * p.k_head);
-    store_shared(sPointer + 8, static_cast<const char*>(p.v) + c.batch * p.v_batch + kv_head * p.v_head);
-  }
+  __device__ __forceinline__ KeyValueRing(const ForwardParams& params, unsigned shared)
+      : p(params), parked{shared + Shape::parked_at}, sK(shared + Shape::ring_at), sV(sK + Config::stages * Shape::k_bytes) {}
 
   // Starts the copy of a tile's keys; CheckRows when the tile may reach past seqlen_k.
   template <bool CheckRows>
@@ -66,7 +80,7 @@ struct KeyValueRing {
     const int64 key = static_cast<int64>(tile) * Shape::tile_n;
     const int rows_left = CheckRows ? p.seqlen_k - static_cast<int>(key) : 0;
     const Shape::KLoader loader(rematerialized_thread(), p.head_dim);
-    loader.load<CheckRows>(k_tile(tile), load_shared_pointer(sPointer) + key * p.k_row, p.k_row, rows_left);
+    loader.load<CheckRows>(k_tile(tile), parked.keys() + key * p.k_row, p.k_row, rows_left);
   }
 
   // The same for its values.
@@ -74,7 +88,7 @@ struct KeyValueRing {
   __device__ __forceinline__ void fetch_values(int tile) const {
     const int64 key = static_cast<int64>(tile) * Shape::tile_n;
     const int rows_left = CheckRows ? p.seqlen_k - static_cast<int>(key) : 0;
-    v_loader().load<CheckRows>(v_tile(tile), load_shared_pointer(sPointer + 8) + key * p.v_row, p.v_row, rows_left);
+    v_loader().load<CheckRows>(v_tile(tile), parked.values() + key * p.v_row, p.v_row, rows_left);
   }
 
   // The first tile's keys, its values in a copy group of their own, and whatever else there is room for.
@@ -90,14 +104,14 @@ struct KeyValueRing {
   }
 
   // Publishes the keys of `tile` to the block; in the first tile without waiting for its values.
-  __device__ __forceinline__ void acquire_keys(int tile, const KeyTiles& tiles) const {
-    if (tile == tiles.last - 1) {
+  __device__ __forceinline__ void acquire_keys(int tile, bool first) const {
+    if (first) {
       cp_async_wait<prefilled>();
     } else {
       cp_async_wait<prefilled - 1>();
     }
     __syncthreads();
-    if (Config::stages == 1 && tile != tiles.last - 1) {
+    if (Config::stages == 1 && !first) {
       fetch_values<false>(tile);
       cp_async_commit();
     }
@@ -115,12 +129,12 @@ struct KeyValueRing {
     }
   }
 
-  // Publishes the values of `tile` where acquire_keys() has not. With `check`, says whether they hold an inf or NaN.
-  __device__ __forceinline__ bool acquire_values(int tile, const KeyTiles& tiles, bool check) const {
-    const bool first = tile == tiles.last - 1;
+  // Publishes the values of `tile` where acquire_keys() has not. For a masked tile of a careful pass, says whether they hold an
+  // inf or NaN.
+  __device__ __forceinline__ bool acquire_values(int tile, const KeyTiles& tiles, bool first, bool masked) const {
     bool nonfinite = false;
     if (first || Config::stages == 1) cp_async_wait<Config::stages - 1>();
-    if (Config::has_band && check) {
+    if (Config::has_band && masked && parked.careful()) {
       nonfinite = __syncthreads_or(has_nonfinite<Shape::Element>(v_loader(), v_tile(tile)));
     } else if (first || Config::stages == 1) {
       __syncthreads();
@@ -133,11 +147,13 @@ struct KeyValueRing {
   }
 
   __device__ __forceinline__ Shape::VLoader v_loader() const { return Shape::VLoader(rematerialized_thread(), p.head_dim_v); }
-  __device__ __forceinline__ unsigned k_tile(int tile) const { return sK + tile % Config::stages * Shape::k_bytes; }
-  __device__ __forceinline__ unsigned v_tile(int tile) const { return sV + tile % Config::stages * Shape::v_bytes; }
+  __device__ __forceinline__ unsigned k_tile(int tile) const { return sK + stage(tile) * Shape::k_bytes; }
+  __device__ __forceinline__ unsigned v_tile(int tile) const { return sV + stage(tile) * Shape::v_bytes; }
 
  private:
   static constexpr int prefilled = Config::stages == 1 ? 1 : Config::stages - 1;
+
+  static __device__ __forceinline__ int stage(int tile) { return static_cast<unsigned>(tile) % Config::stages; }
 };
 
 // Where a warp works: its rows, and with warps_n = 2 which half of a tile's keys and of head_dim_v it owns. Functions called in
@@ -161,11 +177,12 @@ __device__ __forceinline__ FragmentAddress<Shape::tile_d> query_address(unsigned
   return FragmentAddress<Shape::tile_d>::rows_first(sQ + w.row * TileLayout<Shape::tile_d>::row_bytes, w.lane);
 }
 
-// rS (warp_rows, tile_n / warps_n) += Q K^T over the columns of one FragmentAddress step.
-__device__ __forceinline__ void query_key_step(float (&rS)[Shape::m_tiles][Shape::n_tiles][4], const FragmentAddress<Shape::tile_d>& query,
+// rS (warp_rows, tile_n / warps_n) += Q K^T over Blocks blocks of 16 columns.
+template <int Blocks>
+__device__ __forceinline__ void query_key_blocks(float (&rS)[Shape::m_tiles][Shape::n_tiles][4], const FragmentAddress<Shape::tile_d>& query,
                                                const FragmentAddress<Shape::tile_d>& key) {
 #pragma unroll
-  for (int k = 0; k < FragmentAddress<Shape::tile_d>::step_blocks; ++k) {
+  for (int k = 0; k < Blocks; ++k) {
     unsigned rQ[Shape::m_tiles][4];
 #pragma unroll
     for (int m = 0; m < Shape::m_tiles; ++m) ldmatrix_x4(rQ[m], query.block(m, k));
@@ -182,8 +199,8 @@ __device__ __forceinline__ void query_key_step(float (&rS)[Shape::m_tiles][Shape
   }
 }
 
-// rS (warp_rows, tile_n / warps_n) = Q K^T. The loop over steps stays rolled: unrolled, ptxas hoists so many fragment loads over
-// the products that it spills beside the accumulators of O.
+// rS (warp_rows, tile_n / warps_n) = Q K^T. Where O leaves few registers the loop over head_dim goes by spans and stays rolled:
+// unrolled, ptxas hoists so many fragment loads over the products that it spills.
 __device__ __forceinline__ void query_key(float (&rS)[Shape::m_tiles][Shape::n_tiles][4], unsigned sQ, unsigned sK) {
   using Layout = TileLayout<Shape::tile_d>;
   const WarpCoordinate w;
@@ -195,11 +212,14 @@ __device__ __forceinline__ void query_key(float (&rS)[Shape::m_tiles][Shape::n_t
     for (int n = 0; n < Shape::n_tiles; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) rS[m][n][i] = 0.0f;
+  constexpr int spans = Config::rolled_spans == 0 ? Shape::tile_d / 16 / Layout::span_blocks : Config::rolled_spans;
+  constexpr int columns = spans * Layout::span_blocks * 16;
+  static_assert(Shape::tile_d % columns == 0, "whole steps");
 #pragma unroll 1
-  for (int column = 0; column < Shape::tile_d; column += 16 * FragmentAddress<Shape::tile_d>::step_blocks) {
-    query_key_step(rS, query, key);
-    query.step();
-    key.step();
+  for (int column = 0; column < Shape::tile_d; column += columns) {
+    query_key_blocks<columns / 16>(rS, query, key);
+    query.next_span(spans);
+    key.next_span(spans);
   }
 }
 
@@ -239,13 +259,13 @@ __device__ __forceinline__ void pack_weights(unsigned (&rP)[Shape::n_tiles / 2][
 __device__ __forceinline__ void online_softmax(OnlineSoftmax<Shape::m_tiles>& softmax, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
                                                float (&rS)[Shape::m_tiles][Shape::n_tiles][4],
                                                unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4], float exp2_scale, unsigned sRow) {
-  float tile_max[Shape::m_tiles][2], factor[Shape::m_tiles][2];
+  float tile_max[Shape::m_tiles][2];
   tile_row_max(rS, tile_max);
   if constexpr (Shape::warps_n == 2) {
     const WarpCoordinate w;
     combine_rows<Shape::tile_m>(tile_max, sRow, w.pair, w.side, w.lane_row(), w.lane, [](float a, float b) { return fmaxf(a, b); });
   }
-  if (softmax.update_max(tile_max, factor, exp2_scale)) rescale(rO, factor);
+  softmax.raise_max(tile_max, rO, exp2_scale);
   softmax.exponentiate(rS, exp2_scale);
   pack_weights(rP, rS);
 }
@@ -260,12 +280,11 @@ __device__ __forceinline__ void accumulate_output(float (&rO)[Shape::m_tiles][Sh
 #pragma unroll
     for (int k = 0; k < blocks; ++k) weight_value(rO, rP[k], value, k);
   } else {
-    publish_weights<Shape::tile_n>(sP, rP, w.lane_row(), w.side * 2 * blocks, w.lane);
     const unsigned origin = value.origin;
     value.origin = origin + w.first_key() * TileLayout<Shape::tile_dv>::row_bytes;
 #pragma unroll
     for (int k = 0; k < blocks; ++k) weight_value(rO, rP[k], value, k);
-    pair_sync(w.pair);
+    if constexpr (Config::stages > 1) pair_sync(w.pair);  // with one stage the barrier before V has published sP already
     auto weights = FragmentAddress<Shape::tile_n>::rows_first(sP + w.row * TileLayout<Shape::tile_n>::row_bytes, w.lane);
     weights = weights.template part<2>(1 - w.side);
     value.origin = origin + (Shape::tile_n / 2 - w.first_key()) * TileLayout<Shape::tile_dv>::row_bytes;
@@ -291,39 +310,40 @@ __device__ __forceinline__ void silence_nonfinite(float (&rO)[Shape::m_tiles][Sh
 }
 
 // One query tile from its inputs to sO, rounded, and lse. Says whether a hidden inf or NaN of V may have spoilt it, in which case
-// it must be computed again with `careful`.
-__device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileCoordinate& c, unsigned shared, bool careful) {
-  const unsigned sQ = shared;  // (tile_m, tile_d), then the ring, sP (tile_m, tile_n), sRow (2, tile_m), pointers
-  const unsigned sP = sQ + Shape::q_bytes + Shape::ring_bytes;
-  const unsigned sRow = sP + Shape::p_bytes;
+// it must be computed again after setting the careful flag.
+__device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileCoordinate& c, unsigned shared) {
+  const unsigned sQ = shared, sP = shared + Shape::p_at, sRow = shared + Shape::row_at;
   const int row_begin = c.query_tile * Shape::tile_m;
   const int rows_left = p.seqlen_q - row_begin;
   const KeyTiles tiles = KeyTiles::make<Config::has_band, Shape::tile_n>(p, row_begin, row_begin + min(rows_left, Shape::tile_m));
 
-  KeyValueRing ring(p, sQ + Shape::q_bytes, sRow + Shape::row_bytes);
-  if (rematerialized_thread() == 0) ring.park_pointers(c);
+  KeyValueRing ring(p, shared);
   const char* gQ = static_cast<const char*>(p.q) + c.batch * p.q_batch + c.head * p.q_head + row_begin * p.q_row;
   Shape::QLoader(rematerialized_thread(), p.head_dim).load<true>(sQ, gQ, p.q_row, rows_left);
-  __syncthreads();
   ring.prefill(tiles);
 
   OnlineSoftmax<Shape::m_tiles> softmax;
   softmax.init();
   float rO[Shape::m_tiles][Shape::d_tiles][4] = {};
 
+  bool first = true;
 #pragma unroll 1
-  for (int tile = tiles.last - 1; tile >= tiles.first; --tile) {
+  for (int tile = tiles.last - 1; tile >= tiles.first; --tile, first = false) {
     const bool masked = needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, row_begin, tile);
-    ring.acquire_keys(tile, tiles);
+    ring.acquire_keys(tile, first);
     float rS[Shape::m_tiles][Shape::n_tiles][4];
     query_key(rS, sQ, ring.k_tile(tile));
-    ring.fetch_ahead(tile, tiles);
     stage_scores<Config::score>(rS, p);
     if (masked) mask_tile(rS, p, row_begin, tile * Shape::tile_n);
 
     unsigned rP[Shape::n_tiles / 2][Shape::m_tiles][4];
     online_softmax(softmax, rO, rS, rP, p.exp2_scale, sRow);
-    if (ring.acquire_values(tile, tiles, careful && masked)) silence_nonfinite(rO, ring, p, row_begin, tile);
+    ring.fetch_ahead(tile, tiles);
+    if constexpr (Shape::warps_n == 2) {
+      const WarpCoordinate w;
+      publish_weights<Shape::tile_n>(sP, rP, w.lane_row(), w.side * Shape::n_tiles, w.lane);
+    }
+    if (ring.acquire_values(tile, tiles, first, masked)) silence_nonfinite(rO, ring, p, row_begin, tile);
     accumulate_output(rO, rP, ring.v_tile(tile), sP);
   }
 
@@ -337,7 +357,7 @@ __device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileC
   float* gLse = p.lse ? p.lse + (static_cast<int64>(c.batch) * p.heads_q + c.head) * p.seqlen_q + row_begin : nullptr;
   if (w.side == 0) store_lse(gLse, softmax, p.exp2_scale, w.row, rows_left, w.lane);
   const bool spoilt = stage_output<Shape::Element, Shape::tile_dv, Shape::warps_n>(sQ, rO, softmax, w.row, w.side, w.lane);
-  return Config::has_band && !careful && __syncthreads_or(spoilt);
+  return Config::has_band && !ring.parked.careful() && __syncthreads_or(spoilt);
 }
 
 // Rows of sO to global memory, each by the warp or pair of warps that staged it.
@@ -362,7 +382,13 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
   extern __shared__ __align__(128) char shared[];
   const TileCoordinate c = TileCoordinate::of_block<Config::has_band>(p);
   const unsigned base = shared_address(shared);
+  const Parked parked{base + Shape::parked_at};
+  if (threadIdx.x == 0) parked.init(p, c);
+  __syncthreads();
 #pragma unroll 1
-  for (bool careful = false; compute_tile(p, c, base, careful); careful = true) __syncthreads();
+  while (compute_tile(p, c, base)) {
+    if (rematerialized_thread() == 0) parked.set_careful(true);
+    __syncthreads();
+  }
   write_output(p, c, base);
 }

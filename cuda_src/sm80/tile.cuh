@@ -140,10 +140,8 @@ struct FragmentAddress {
     return {origin ^ (Layout::template part_start<Parts>(side) << 4)};
   }
 
-  // Moves on by step_blocks blocks along Dim, for loops that are not unrolled: a span, or half of a span that stands alone.
-  static constexpr int step_blocks = Dim == 64 ? 2 : Layout::span_blocks;
-
-  __device__ __forceinline__ void step() { origin = Dim == 64 ? origin ^ (step_blocks * 32) : origin + span_bytes; }
+  // Moves on by whole spans along Dim, for loops that are not unrolled.
+  __device__ __forceinline__ void next_span(int spans) { origin += spans * span_bytes; }
 
   template <int Parts = 1>
   __device__ __forceinline__ unsigned block(int row_block, int dim_block) const {

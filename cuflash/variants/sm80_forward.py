@@ -38,8 +38,8 @@ class Sm80ForwardConfig:
         K/V tiles in shared memory; with 1 the keys and values are fetched in turns.
     blocks_per_sm : int
         Blocks that registers and shared memory must leave room for on one multiprocessor.
-    q_in_registers : bool
-        Whether query fragments stay in registers.
+    rolled_spans : int
+        Spans of 64 columns in one step of the rolled loop over head_dim of Q K^T; 0 unrolls it.
     vector_bytes, out_vector_bytes : int
         Width of loads and stores that the strides and addresses allow.
     exact_dims : bool
@@ -62,7 +62,7 @@ class Sm80ForwardConfig:
     warps_n: int
     stages: int
     blocks_per_sm: int
-    q_in_registers: bool
+    rolled_spans: int
     vector_bytes: int
     out_vector_bytes: int
     exact_dims: bool
@@ -76,10 +76,10 @@ class Sm80ForwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: sQ, the K/V ring, with warp pairs sP and sRow, and two pointers."""
-        tiles = self.tile_m * self.tile_d + self.stages * self.tile_n * (self.tile_d + self.tile_dv)
+        """Dynamic shared memory of a block: sQ, the K/V ring, with warp pairs sP and sRow, and the parked words."""
+        tiles = self.tile_m * max(self.tile_d, self.tile_dv) + self.stages * self.tile_n * (self.tile_d + self.tile_dv)
         pair = 2 * self.tile_m * self.tile_n + 8 * self.tile_m if self.warps_n == 2 else 0
-        return max(2 * tiles + pair + 16, 2 * self.tile_m * self.tile_dv)
+        return 2 * tiles + pair + 32
 
     def describe(self) -> dict[str, Any]:
         """The fields, with the derived sizes."""
@@ -98,6 +98,7 @@ class _Tile:
     warps_n: int
     stages: int
     blocks_per_sm: int
+    rolled_spans: int = 0
 
 
 # In order of preference for each size: the first that fits the shared memory of a block is taken. tile_n alone decides
@@ -105,7 +106,7 @@ class _Tile:
 _TILES = (
     _Tile(64, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=3),
     _Tile(96, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=2),
-    _Tile(128, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=2),
+    _Tile(128, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=2, rolled_spans=1),
     _Tile(256, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
     _Tile(256, 64, 32, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
 )
@@ -195,7 +196,7 @@ def _config(tile: _Tile, problem: Problem, operands: Operands, device: DeviceInf
         warps_n=tile.warps_n,
         stages=tile.stages,
         blocks_per_sm=tile.blocks_per_sm,
-        q_in_registers=False,
+        rolled_spans=tile.rolled_spans,
         vector_bytes=_alignment(operands),
         out_vector_bytes=operands.out.alignment if operands.out.alignment != 8 else 4,
         exact_dims=(problem.head_dim, problem.head_dim_v) == (tile_d, tile_dv),
