@@ -96,7 +96,7 @@ struct TileLoader {
         cp_async<16>(target, source, valid);
       }
     } else if constexpr (VectorBytes >= 4) {
-#pragma unroll
+#pragma unroll 1
       for (int piece = 0; piece < 16; piece += VectorBytes) {
         const int left = valid - piece;
         cp_async<VectorBytes>(target + piece, left > 0 ? source + piece : source,
