@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cuflash import jit
 from cuflash.device import device_info, known_device
 from cuflash.plan import contiguous_operands
 from cuflash.problem import Options, Problem, make_problem
 from cuflash.select import select
 from cuflash.variants.base import DeviceInfo
+
+if TYPE_CHECKING:
+    from cuflash import jit
 
 _SEQLEN = 4096  # kernels are built for any length; this one only has to be long enough for a mask to hide something
 
@@ -73,6 +75,8 @@ def precompile(
     ImportError
         When the compiler (or, without `arch`, CuPy) is not installed.
     """
+    from cuflash import jit  # here, so that importing cuflash does not load the compiler's part
+
     if problems is None:
         problems = usual_problems()
     builds = planned_kernels([problems] if isinstance(problems, Problem) else list(problems), _devices(arch))
