@@ -86,7 +86,7 @@ def describe_problem(problem: Problem) -> str:
     p = problem
     heads = f"{p.heads_q} heads" + (f" over {p.heads_kv} key/value heads" if p.group > 1 else "")
     dims = f"head_dim {p.head_dim}" + (f" ({p.head_dim_v} for v)" if p.head_dim_v != p.head_dim else "")
-    band = f", keys with {_bound(p.diag_lower)} <= j - i <= {_bound(p.diag_upper)}" if p.has_band else ""
+    band = f", query i sees keys j with {_band(p)}" if p.has_band else ""
     cap = f", softcap {p.softcap:g}" if p.softcap else ""
     sizes = f"batch {p.batch}, seqlen {p.seqlen_q} x {p.seqlen_k}"
     return f"{p.dtype}, {sizes}, {heads}, {dims}, scale {p.scale:g}{cap}{band}"
@@ -100,8 +100,11 @@ def describe_device(device: DeviceInfo) -> str:
     return f"cuda:{device.index} {device.name} ({device.arch}, {device.multiprocessors} SMs, {shared})"
 
 
-def _bound(diagonal: int | None) -> str:
-    return "any" if diagonal is None else str(diagonal)
+def _band(problem: Problem) -> str:
+    lower, upper = problem.diag_lower, problem.diag_upper
+    if lower is None:
+        return f"j - i <= {upper}"
+    return f"j - i >= {lower}" if upper is None else f"{lower} <= j - i <= {upper}"
 
 
 def _size(count: int) -> str:

@@ -26,7 +26,7 @@ TABLE = {
     "rank 1": (arr(8), arr(8), arr(8), {}, ValueError, r"q has 1 dimensions"),
     "rank 5": (arr(1, 2, 5, 4, 8), arr(1, 2, 5, 4, 8), arr(1, 2, 5, 4, 8), {}, ValueError, r"q has 5 dimensions"),
     "rank 0": (arr(), arr(), arr(), {}, ValueError, r"q has 0 dimensions"),
-    "mixed ranks": (Q, K[0], V, {}, ValueError, r"same number of dimensions, not 4, 3 and 4"),
+    "mixed ranks": (Q, K[0], V, {}, ValueError, r"same number of dimensions; their shapes are"),
     "mixed dtypes": (Q.astype(np.float16), K, V, {}, TypeError, r"q is float16 but k is float32; cast them to"),
     "mixed dtype of v": (Q, K, V.astype(np.float64), {}, TypeError, r"q is float32 but v is float64; cast"),
     "int32": (Q.astype(np.int32), K, V, {}, TypeError, r"q has dtype int32, .* use float16, bfloat16"),
