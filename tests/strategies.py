@@ -104,7 +104,8 @@ def measurable_cases(draw, dtype, *, mask=None, score=None, kinds=KINDS, largest
     """
     wide = dtype in ("float32", "float64")
     if wide:
-        score, kinds = score or scores(SCORES), [kind for kind in kinds if kind != "equal keys"]
+        score = scores(SCORES) if score is None else score
+        kinds = [kind for kind in kinds if kind != "equal keys"]
     m = draw(st.integers(100, largest) if wide else lengths(largest))
     n = draw(st.integers(17, largest) if wide else lengths(largest))
     hq, hkv = draw(heads(2))
