@@ -225,6 +225,18 @@ _NO_COMPILER = "compiling needs cuda-core and NVRTC ({}); pip install 'cuflash[c
 
 
 @functools.cache
+def _nvrtc_release() -> tuple[int, int]:
+    try:
+        with _import_lock:
+            from cuda.bindings import nvrtc
+
+        _, major, minor = nvrtc.nvrtcVersion()
+    except Exception as error:  # the loader's error classes differ between cuda-bindings versions
+        raise ImportError(_NO_COMPILER.format(error)) from error
+    return major, minor
+
+
+@functools.cache
 def nvrtc_version() -> str:
     """NVRTC's version, with the builds of its installed wheels since NVRTC itself tells major and minor only.
 
@@ -235,13 +247,7 @@ def nvrtc_version() -> str:
     """
     from importlib import metadata
 
-    try:
-        with _import_lock:
-            from cuda.bindings import nvrtc
-
-        _, major, minor = nvrtc.nvrtcVersion()
-    except Exception as error:  # the loader's error classes differ between cuda-bindings versions
-        raise ImportError(_NO_COMPILER.format(error)) from error
+    major, minor = _nvrtc_release()
     builds = []
     for wheel in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
         try:
@@ -285,7 +291,11 @@ def compile_config(
     if not re.fullmatch(r"sm_\d+[af]?", arch):
         raise ValueError(f"arch={arch!r} is not an architecture; pass for example 'sm_80' or 'sm_90a'")
     unit = prelude(config) + flatten(config.source, root)
-    options = {"std": "c++17", "ptxas_options": ["-v"], "lineinfo": os.environ.get("CUFLASH_LINEINFO") == "1"}
+    options: dict[str, Any] = {"std": "c++17", "ptxas_options": ["-v"]}
+    if os.environ.get("CUFLASH_LINEINFO") == "1":
+        options["lineinfo"] = True
+    if _nvrtc_release() >= (12, 9):  # a hit in NVRTC's own cache comes without the log that the report is read from
+        options["no_cache"] = True
     key = _key(unit, config.kernel, arch, options)
     store = cache.default_store() if store is None else store
     with store.lock(key):

@@ -47,7 +47,7 @@ def _scales(problem: Problem, score: str) -> tuple[float, float]:
         return 1.0, problem.scale * _LOG2_E
     if score == "score_scaled":
         return problem.scale, _LOG2_E
-    return 2.0 * _LOG2_E * problem.scale / problem.softcap, _LOG2_E
+    return problem.scale / problem.softcap, _LOG2_E
 
 
 class ForwardLaunch:

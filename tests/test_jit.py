@@ -265,13 +265,22 @@ def test_a_kernel_that_is_not_in_the_source(root: Path, store: cache.Store) -> N
 
 def test_a_missing_compiler_names_the_extra(root: Path, store: cache.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    jit.nvrtc_version.cache_clear()
+    jit._nvrtc_release.cache_clear()
     with pytest.raises(ImportError, match=r"pip install 'cuflash\[cuda13\]'"):
         jit.compile_config(Toy(), "sm_80", store=store, root=root)
+    monkeypatch.setattr(jit, "_nvrtc_release", lambda: (13, 0))
     monkeypatch.setattr(jit, "nvrtc_version", lambda: "13.0")
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     with pytest.raises(ImportError, match=r"pip install 'cuflash\[cuda13\]'"):
         jit.compile_config(Toy(), "sm_80", store=store, root=root)
+
+
+@needs_nvrtc
+def test_a_second_store_has_the_report_too(root: Path, tmp_path: Path) -> None:
+    """NVRTC 12.9 and later keep a cache of their own where there is a driver; a hit in it would come without a log."""
+    reports = [jit.compile_config(Toy(), "sm_80", store=cache.Store(tmp_path / name), root=root).report for name in "ab"]
+    assert not any(report.from_cache for report in reports)
+    assert reports[0].registers == reports[1].registers > 0
 
 
 def test_a_bad_architecture(root: Path) -> None:

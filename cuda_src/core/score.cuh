@@ -16,12 +16,22 @@ struct score_scaled {
   static __device__ __forceinline__ float apply(float s, const ForwardParams& p) { return s * p.score_scale; }
 };
 
-// softcap * tanh(scale * s / softcap), with score_scale = 2 log2(e) scale / softcap. tanh x = 1 - 2 / (1 + e^2x) is exact to
-// about 1e-7, where tanh.approx is off by 2^-11: times a cap of 50 that would be larger than a bfloat16 rounding of P.
+// tanh to a few float32 roundings at every size. tanh.approx is off by 2^-11, which a cap of 50 would make larger than the
+// rounding of P to bfloat16; and the exponential form alone loses relative accuracy near 0, where a large cap works.
+__device__ __forceinline__ float accurate_tanh(float x) {
+  constexpr float minus_two_log2_e = -2.8853900817779268f;
+  const float e = exp2_approx(minus_two_log2_e * fabsf(x));
+  const float far = copysignf((1.0f - e) * reciprocal_approx(1.0f + e), x);
+  const float x2 = x * x;  // Taylor series to x^9
+  const float series = fmaf(fmaf(fmaf(62.0f / 2835.0f, x2, -17.0f / 315.0f), x2, 2.0f / 15.0f), x2, -1.0f / 3.0f);
+  const float near = fmaf(series * x2, x, x);
+  return fabsf(x) < 0.25f ? near : far;
+}
+
+// softcap * tanh(scale * s / softcap), with score_scale = scale / softcap.
 struct score_softcap {
   static __device__ __forceinline__ float apply(float s, const ForwardParams& p) {
-    const float e = exp2_approx(s * p.score_scale);
-    return p.softcap - 2.0f * p.softcap * reciprocal_approx(1.0f + e);
+    return p.softcap * accurate_tanh(s * p.score_scale);
   }
 };
 
