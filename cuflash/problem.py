@@ -15,7 +15,7 @@ Causal = bool | Literal["bottom-right", "top-left"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
-_MAX_SEQLEN = 2**30  # positions and diagonals are 32-bit in the kernels
+_MAX_SEQLEN = 2**30 - 2**10  # a row plus a diagonal, rounded up to tiles, is 32-bit in the kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,8 @@ def config(arch="sm_90", alignment=16, **change):
         # Bytes of sQ; of the ring of K and V; of the weights and of the row maxima and sums that warp pairs swap.
         ("sm_90", 64, (128, 64), (2 * 128 * 64, 2 * 2 * 64 * (64 + 64), 0, 0)),
         ("sm_86", 128, (128, 64), (2 * 128 * 128, 2 * 2 * 64 * (128 + 128), 0, 0)),
-        ("sm_80", 256, (64, 64), (2 * 64 * 256, 2 * 1 * 64 * (256 + 256), 2 * 64 * 64, 2 * 4 * 64)),
+        ("sm_90", 256, (64, 64), (2 * 64 * 256, 2 * 1 * 64 * (256 + 256), 2 * 64 * 64, 2 * 4 * 64)),
+        ("sm_80", 256, (128, 64), (2 * 128 * 256, 2 * 1 * 64 * (256 + 256), 2 * 128 * 64, 2 * 4 * 128)),
         ("sm_86", 256, (64, 32), (2 * 64 * 256, 2 * 1 * 32 * (256 + 256), 2 * 64 * 32, 2 * 4 * 64)),
     ],
 )
@@ -95,6 +96,21 @@ def test_grouping_of_keys_depends_on_head_dims_and_device_alone():
             chosen = config(arch, rng.choice([2, 4, 8, 16]), d=d, dv=dv, **change)
             groupings.add((chosen.tile_n, chosen.warps_n))
         assert len(groupings) == 1, (arch, d, dv)
+
+
+def test_blocks_meant_to_share_a_multiprocessor_fit_it():
+    assert config("sm_90", d=256).blocks_per_sm == 2
+    assert config("sm_80", d=256).blocks_per_sm == 1  # 164 KiB hold one block of either tile: the larger one is better
+    for arch, d in itertools.product(("sm_80", "sm_90"), (32, 64, 96, 128, 192, 256)):
+        chosen, device = config(arch, d=d), known_device(arch)
+        assert chosen.blocks_per_sm * chosen.shared_bytes <= device.shared_memory_sm
+
+
+def test_scales_that_float32_cannot_fold():
+    assert config(scale=2.0**-60).score == "score_folded" and config(scale=1e-40).score == "score_scaled"
+    assert config(scale=1e30).score == "score_scaled"
+    reason = VARIANT.unsupported(problem(scale=1e39), operands(16), known_device("sm_90"))
+    assert reason is not None and "float32" in reason and "1e+39" in reason
 
 
 def test_config_follows_alignment_mask_and_score():

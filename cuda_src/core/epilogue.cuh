@@ -22,15 +22,16 @@ __device__ __forceinline__ void store_chunk(char* target, const uint4& chunk, in
       *reinterpret_cast<unsigned*>(target + 4 * w) = words[w];
     } else {
       if (2 * w < valid) *reinterpret_cast<unsigned short*>(target + 4 * w) = static_cast<unsigned short>(words[w]);
-      if (2 * w + 1 < valid) *reinterpret_cast<unsigned short*>(target + 4 * w + 2) = static_cast<unsigned short>(words[w] >> 16);
+      if (2 * w + 1 < valid)
+        *reinterpret_cast<unsigned short*>(target + 4 * w + 2) = static_cast<unsigned short>(words[w] >> 16);
     }
   }
 }
 
 // One warp's rows and part of the columns of O to sO (tile_m, Dim). Says whether any of it is inf or NaN.
 template <class Element, int Dim, int Parts, int MTiles, int DTiles>
-__device__ __forceinline__ bool stage_output(unsigned sO, const float (&rO)[MTiles][DTiles][4], const OnlineSoftmax<MTiles>& softmax,
-                                             int warp_row, int side, int lane) {
+__device__ __forceinline__ bool stage_output(unsigned sO, const float (&rO)[MTiles][DTiles][4],
+                                             const OnlineSoftmax<MTiles>& softmax, int warp_row, int side, int lane) {
   unsigned zero = 0;
 #pragma unroll
   for (int m = 0; m < MTiles; ++m)
@@ -41,7 +42,8 @@ __device__ __forceinline__ bool stage_output(unsigned sO, const float (&rO)[MTil
 #pragma unroll
       for (int d = 0; d < DTiles; ++d) {
         const unsigned pair = pack<Element>(rO[m][d][2 * half] * inverse, rO[m][d][2 * half + 1] * inverse);
-        const int chunk = TileLayout<Dim>::template part_start<Parts>(side) ^ TileLayout<Dim>::template part_chunk<Parts>(d);
+        const int chunk =
+            TileLayout<Dim>::template part_start<Parts>(side) ^ TileLayout<Dim>::template part_chunk<Parts>(d);
         const unsigned target = sO + TileLayout<Dim>::offset(row, chunk) + 4 * (lane % 4);
         store_shared(target, pair);
         zero = add_zero_times<Element>(pair, zero);
@@ -50,10 +52,11 @@ __device__ __forceinline__ bool stage_output(unsigned sO, const float (&rO)[MTil
   return any_nonfinite<Element>(zero);
 }
 
-// Rows [first_row, first_row + Rows) of sO to global memory by Threads threads: each moves 16-byte chunks of whole rows.
+// Rows [first_row, first_row + Rows) of sO to global memory by Threads threads: each moves 16-byte chunks of whole
+// rows.
 template <int Dim, int Rows, int Threads, int VectorBytes, bool ExactDim>
-__device__ __forceinline__ void store_output(unsigned sO, char* gO, int64 row_stride, int first_row, int rows_left, int head_dim,
-                                             int thread) {
+__device__ __forceinline__ void store_output(unsigned sO, char* gO, int64 row_stride, int first_row, int rows_left,
+                                             int head_dim, int thread) {
   constexpr int chunks = Dim / 8;
 #pragma unroll
   for (int index = thread; index < Rows * chunks; index += Threads) {
@@ -67,8 +70,8 @@ __device__ __forceinline__ void store_output(unsigned sO, char* gO, int64 row_st
 
 // The log-sum-exp of one warp's rows; the lane of a quad that owns column 0 writes.
 template <int MTiles>
-__device__ __forceinline__ void store_lse(float* gLse, const OnlineSoftmax<MTiles>& softmax, float exp2_scale, int warp_row, int rows_left,
-                                          int lane) {
+__device__ __forceinline__ void store_lse(float* gLse, const OnlineSoftmax<MTiles>& softmax, float exp2_scale,
+                                          int warp_row, int rows_left, int lane) {
   if (gLse == nullptr || lane % 4 != 0) return;
 #pragma unroll
   for (int m = 0; m < MTiles; ++m)

@@ -5,7 +5,9 @@
 
 namespace cuflash {
 
-__device__ __forceinline__ float negative_infinity() { return __int_as_float(0xFF800000); }
+__device__ __forceinline__ float negative_infinity() {
+  return __int_as_float(0xFF800000);
+}
 
 // Keys [first, last] that a query row sees.
 struct VisibleKeys {
@@ -27,7 +29,8 @@ struct VisibleKeys {
 // Overwrites the hidden scores of a (16 * MTiles) x (8 * NTiles) fragment with -inf, so that whatever q.k gave there,
 // NaN included, is gone. `row` and `column` are those of this thread's element rS[0][0][0].
 template <bool HasBand, int MTiles, int NTiles>
-__device__ __forceinline__ void mask_scores(float (&rS)[MTiles][NTiles][4], const ForwardParams& p, int row, int column) {
+__device__ __forceinline__ void mask_scores(float (&rS)[MTiles][NTiles][4], const ForwardParams& p, int row,
+                                            int column) {
 #pragma unroll
   for (int m = 0; m < MTiles; ++m) {
 #pragma unroll

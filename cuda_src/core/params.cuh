@@ -23,7 +23,7 @@ struct ForwardParams {
   int query_tiles;             // tiles along seqlen_q
   float score_scale;           // what the score stage multiplies q.k with
   float softcap;
-  float exp2_scale;            // what turns a staged score into a base-2 exponent
+  float exp2_scale;  // what turns a staged score into a base-2 exponent
 };
 
 }  // namespace cuflash

@@ -8,11 +8,12 @@ namespace cuflash {
 struct TileCoordinate {
   int query_tile, head, batch;
 
-  // Query tiles of one head are neighbours, so that the blocks in flight share that head's keys and values in L2. With a
-  // band the last query tile sees the most keys and goes first, so that no long tile starts when the others are done.
+  // Query tiles of one head are neighbours, so that the blocks in flight share that head's keys and values in L2. With
+  // a band the last query tile sees the most keys and goes first, so that no long tile starts when the others are done.
   //
-  // The grid is (query tiles, heads, batch): block coordinates then stay in uniform registers, where a division would put
-  // them, and every pointer made from them, into vector registers. The launcher splits a batch that is larger than a grid.
+  // The grid is (query tiles, heads, batch): block coordinates then stay in uniform registers, where a division would
+  // put them, and every pointer made from them, into vector registers. The launcher splits a batch that is larger than
+  // a grid.
   template <bool LongestFirst>
   static __device__ __forceinline__ TileCoordinate of_block(const ForwardParams& p) {
     const int tile = blockIdx.x;

@@ -16,8 +16,9 @@ struct score_scaled {
   static __device__ __forceinline__ float apply(float s, const ForwardParams& p) { return s * p.score_scale; }
 };
 
-// tanh to a few float32 roundings at every size. tanh.approx is off by 2^-11, which a cap of 50 would make larger than the
-// rounding of P to bfloat16; and the exponential form alone loses relative accuracy near 0, where a large cap works.
+// tanh to a few float32 roundings at every size. tanh.approx is off by 2^-11, which a cap of 50 would make larger than
+// the rounding of P to bfloat16; and the exponential form alone loses relative accuracy near 0, where a large cap
+// works.
 __device__ __forceinline__ float accurate_tanh(float x) {
   constexpr float minus_two_log2_e = -2.8853900817779268f;
   const float e = exp2_approx(minus_two_log2_e * fabsf(x));

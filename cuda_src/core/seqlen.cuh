@@ -5,8 +5,12 @@
 
 namespace cuflash {
 
-__device__ __forceinline__ int clamp_min(int x, int lo) { return x < lo ? lo : x; }
-__device__ __forceinline__ int clamp_max(int x, int hi) { return x > hi ? hi : x; }
+__device__ __forceinline__ int clamp_min(int x, int lo) {
+  return x < lo ? lo : x;
+}
+__device__ __forceinline__ int clamp_max(int x, int hi) {
+  return x > hi ? hi : x;
+}
 
 // Key tiles [first, last) of TileN keys for query rows [row_begin, row_end). Tiles start at multiples of TileN from
 // key 0, whatever the query tile, so that a row's sums group the same way in every problem.

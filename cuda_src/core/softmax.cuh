@@ -7,9 +7,9 @@
 
 namespace cuflash {
 
-// A row keeps a stale maximum until the true one is 2^8 times larger in exp2 units: weights then stay below 2^8, nothing
-// overflows, the result is as exact, and most tiles need no rescaling of O. The choice is made row by row, so that a
-// row's bits never depend on its neighbours; only the skipping of a multiplication by 1 is decided per warp.
+// A row keeps a stale maximum until the true one is 2^8 times larger in exp2 units: weights then stay below 2^8,
+// nothing overflows, the result is as exact, and most tiles need no rescaling of O. The choice is made row by row, so
+// that a row's bits never depend on its neighbours; only the skipping of a multiplication by 1 is decided per warp.
 constexpr float kRescaleThreshold = 8.0f;
 
 // State of this thread's rows: lane/4 and lane/4 + 8 of each 16-row fragment.
@@ -30,7 +30,8 @@ struct OnlineSoftmax {
 
   // Raises the maxima that a tile has outgrown, and rescales what those rows have accumulated.
   template <int DTiles>
-  __device__ __forceinline__ void raise_max(const float (&tile_max)[MTiles][2], float (&rO)[MTiles][DTiles][4], float exp2_scale) {
+  __device__ __forceinline__ void raise_max(const float (&tile_max)[MTiles][2], float (&rO)[MTiles][DTiles][4],
+                                            float exp2_scale) {
     bool any = false;
 #pragma unroll
     for (int m = 0; m < MTiles; ++m)
@@ -101,7 +102,8 @@ struct OnlineSoftmax {
 
  private:
   // Whether a tile's maximum is out of reach of the row's. False for NaN and for -inf against -inf.
-  __device__ __forceinline__ bool outgrown(int m, int half, const float (&tile_max)[MTiles][2], float exp2_scale) const {
+  __device__ __forceinline__ bool outgrown(int m, int half, const float (&tile_max)[MTiles][2],
+                                           float exp2_scale) const {
     return (tile_max[m][half] - row_max[m][half]) * exp2_scale > kRescaleThreshold;
   }
 };

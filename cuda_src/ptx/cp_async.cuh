@@ -1,4 +1,5 @@
-// cp.async: asynchronous copies from global to shared memory (PTX ISA, "Data Movement and Conversion: cp.async"; sm_80+).
+// cp.async: asynchronous copies from global to shared memory (PTX ISA, "Data Movement and Conversion: cp.async";
+// sm_80+).
 #pragma once
 
 namespace cuflash {
@@ -23,7 +24,9 @@ __device__ __forceinline__ void cp_async(unsigned shared, const void* global) {
   }
 }
 
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Waits until at most Pending of this thread's committed groups are still in flight.
 template <int Pending>

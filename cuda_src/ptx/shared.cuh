@@ -16,7 +16,8 @@ __device__ __forceinline__ void store_shared(unsigned address, const char* value
 }
 
 __device__ __forceinline__ void store_shared(unsigned address, const uint4& value) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
                : "memory");
 }
 
@@ -26,7 +27,9 @@ __device__ __forceinline__ unsigned load_shared(unsigned address) {
   return value;
 }
 
-__device__ __forceinline__ float load_shared_float(unsigned address) { return __uint_as_float(load_shared(address)); }
+__device__ __forceinline__ float load_shared_float(unsigned address) {
+  return __uint_as_float(load_shared(address));
+}
 
 __device__ __forceinline__ const char* load_shared_pointer(unsigned address) {
   const char* value;

@@ -1,6 +1,6 @@
-// Inf and NaN in V under a mask. A hidden key has weight 0, but 0 * NaN and 0 * inf are NaN inside the matrix product. A block
-// whose output holds one is therefore computed again, carefully: in each tile that needs a mask the inf and NaN values are
-// added to the rows that see them, and then replaced by 0 in shared memory before the product.
+// Inf and NaN in V under a mask. A hidden key has weight 0, but 0 * NaN and 0 * inf are NaN inside the matrix product.
+// A block whose output holds one is therefore computed again, carefully: in each tile that needs a mask the inf and NaN
+// values are added to the rows that see them, and then replaced by 0 in shared memory before the product.
 #pragma once
 
 #include "core/mask.cuh"
@@ -26,21 +26,23 @@ template <class Element, class Loader>
 __device__ __forceinline__ void clear_nonfinite(const Loader& loader, unsigned sV) {
   loader.for_each_chunk(sV, [&](unsigned address) {
     const uint4 chunk = load_shared_chunk(address);
-    store_shared(address, make_uint4(finite_or_zero<Element>(chunk.x), finite_or_zero<Element>(chunk.y), finite_or_zero<Element>(chunk.z),
-                                     finite_or_zero<Element>(chunk.w)));
+    store_shared(address, make_uint4(finite_or_zero<Element>(chunk.x), finite_or_zero<Element>(chunk.y),
+                                     finite_or_zero<Element>(chunk.z), finite_or_zero<Element>(chunk.w)));
   });
 }
 
 // A weight is positive, so the sum of a row that sees an inf or NaN becomes that value: no weight is needed.
 // `row` is this thread's first row, `side` which of Parts parts of the columns rO covers.
 template <bool HasBand, class Element, int Dim, int Parts, int TileN, int MTiles, int DTiles>
-__device__ __forceinline__ void add_nonfinite_values(float (&rO)[MTiles][DTiles][4], unsigned sV, const ForwardParams& p, int row,
-                                                     int first_key, int side, int lane) {
+__device__ __forceinline__ void add_nonfinite_values(float (&rO)[MTiles][DTiles][4], unsigned sV,
+                                                     const ForwardParams& p, int row, int first_key, int side,
+                                                     int lane) {
 #pragma unroll 1
   for (int key = 0; key < TileN; ++key) {
 #pragma unroll
     for (int d = 0; d < DTiles; ++d) {
-      const int chunk = TileLayout<Dim>::template part_start<Parts>(side) ^ TileLayout<Dim>::template part_chunk<Parts>(d);
+      const int chunk =
+          TileLayout<Dim>::template part_start<Parts>(side) ^ TileLayout<Dim>::template part_chunk<Parts>(d);
       const unsigned pair = load_shared(sV + TileLayout<Dim>::offset(key, chunk) + 4 * (lane % 4));
       if (!any_nonfinite<Element>(pair)) continue;
       const unsigned only = pair & ~finite_or_zero<Element>(pair);  // the finite half, if any, becomes 0

@@ -1,8 +1,8 @@
 // FlashAttention-2 forward on mma.sync with cp.async multistage K/V tiles, for compute capability 8.0 and up.
 //
-// One block computes tile_m query rows of one head, each warp 16 or 32 of them (warps_n = 1), or each pair of warps 32 of them
-// (warps_n = 2, see warp_pair.cuh). It walks the key tiles from the last to the first: the tile that may be cut off by seqlen_k
-// comes first, in the prologue.
+// One block computes tile_m query rows of one head, each warp 16 or 32 of them (warps_n = 1), or each pair of warps 32
+// of them (warps_n = 2, see warp_pair.cuh). It walks the key tiles from the last to the first: the tile that may be cut
+// off by seqlen_k comes first, in the prologue.
 #include "core/epilogue.cuh"
 #include "core/mask.cuh"
 #include "core/params.cuh"
@@ -26,9 +26,9 @@ struct Shape {
   static constexpr int warps_n = Config::warps_n, warps_m = Config::warps / warps_n;
   static constexpr int threads = 32 * Config::warps;
   static constexpr int warp_rows = tile_m / warps_m;
-  static constexpr int m_tiles = warp_rows / 16;          // 16-row fragments of a warp
-  static constexpr int n_tiles = tile_n / warps_n / 8;    // 8-column fragments of a warp's part of S
-  static constexpr int d_tiles = tile_dv / warps_n / 8;   // 8-column fragments of a warp's part of O
+  static constexpr int m_tiles = warp_rows / 16;         // 16-row fragments of a warp
+  static constexpr int n_tiles = tile_n / warps_n / 8;   // 8-column fragments of a warp's part of S
+  static constexpr int d_tiles = tile_dv / warps_n / 8;  // 8-column fragments of a warp's part of O
   static constexpr int q_bytes = 2 * tile_m * (tile_d > tile_dv ? tile_d : tile_dv);
   static constexpr int k_bytes = 2 * tile_n * tile_d;
   static constexpr int v_bytes = 2 * tile_n * tile_dv;
@@ -38,8 +38,10 @@ struct Shape {
   static constexpr int ring_bytes = Config::stages * (k_bytes + v_bytes);
   static constexpr int p_bytes = warps_n == 1 ? 0 : 2 * tile_m * tile_n;  // weights on their way to the partner
   static constexpr int row_bytes = warps_n == 1 ? 0 : 2 * 4 * tile_m;     // row maxima and sums, likewise
-  // Shared memory: sQ (tile_m, tile_d), later sO (tile_m, tile_dv); the ring; sP (tile_m, tile_n); sRow (2, tile_m); the parked words.
-  static constexpr int ring_at = q_bytes, p_at = ring_at + ring_bytes, row_at = p_at + p_bytes, parked_at = row_at + row_bytes;
+  // Shared memory: sQ (tile_m, tile_d), later sO (tile_m, tile_dv); the ring; sP (tile_m, tile_n); sRow (2, tile_m);
+  // the parked words.
+  static constexpr int ring_at = q_bytes, p_at = ring_at + ring_bytes, row_at = p_at + p_bytes,
+                       parked_at = row_at + row_bytes;
   static_assert(warp_rows % 16 == 0 && n_tiles % 2 == 0 && d_tiles % 2 == 0, "tiles are made of 16 x 16 blocks");
   static_assert(warps_n == 1 || (warps_n == 2 && tile_n % 32 == 0), "a row belongs to one warp or to a pair");
 };
@@ -64,15 +66,18 @@ struct Parked {
   __device__ __forceinline__ void set_careful(bool careful) const { store_shared(at + 16, careful ? 1u : 0u); }
 };
 
-// The ring of K and V tiles: tile j lives in stage j % stages. With one stage, keys are fetched while values are in use and
-// the other way round, which halves the shared memory and leaves room for two blocks.
+// The ring of K and V tiles: tile j lives in stage j % stages. With one stage, keys are fetched while values are in use
+// and the other way round, which halves the shared memory and leaves room for two blocks.
 struct KeyValueRing {
   const ForwardParams& p;
   Parked parked;
   unsigned sK, sV;  // (stages, tile_n, tile_d), (stages, tile_n, tile_dv)
 
   __device__ __forceinline__ KeyValueRing(const ForwardParams& params, unsigned shared)
-      : p(params), parked{shared + Shape::parked_at}, sK(shared + Shape::ring_at), sV(sK + Config::stages * Shape::k_bytes) {}
+      : p(params),
+        parked{shared + Shape::parked_at},
+        sK(shared + Shape::ring_at),
+        sV(sK + Config::stages * Shape::k_bytes) {}
 
   // Starts the copy of a tile's keys; CheckRows when the tile may reach past seqlen_k.
   template <bool CheckRows>
@@ -129,8 +134,8 @@ struct KeyValueRing {
     }
   }
 
-  // Publishes the values of `tile` where acquire_keys() has not. For a masked tile of a careful pass, says whether they hold an
-  // inf or NaN.
+  // Publishes the values of `tile` where acquire_keys() has not. For a masked tile of a careful pass, says whether they
+  // hold an inf or NaN.
   __device__ __forceinline__ bool acquire_values(int tile, const KeyTiles& tiles, bool first, bool masked) const {
     bool nonfinite = false;
     if (first || Config::stages == 1) cp_async_wait<Config::stages - 1>();
@@ -146,7 +151,9 @@ struct KeyValueRing {
     return nonfinite;
   }
 
-  __device__ __forceinline__ Shape::VLoader v_loader() const { return Shape::VLoader(rematerialized_thread(), p.head_dim_v); }
+  __device__ __forceinline__ Shape::VLoader v_loader() const {
+    return Shape::VLoader(rematerialized_thread(), p.head_dim_v);
+  }
   __device__ __forceinline__ unsigned k_tile(int tile) const { return sK + stage(tile) * Shape::k_bytes; }
   __device__ __forceinline__ unsigned v_tile(int tile) const { return sV + stage(tile) * Shape::v_bytes; }
 
@@ -156,8 +163,9 @@ struct KeyValueRing {
   static __device__ __forceinline__ int stage(int tile) { return static_cast<unsigned>(tile) % Config::stages; }
 };
 
-// Where a warp works: its rows, and with warps_n = 2 which half of a tile's keys and of head_dim_v it owns. Functions called in
-// the loop make their own: a few instructions cost less than the registers that would be held across the loop.
+// Where a warp works: its rows, and with warps_n = 2 which half of a tile's keys and of head_dim_v it owns. Functions
+// called in the loop make their own: a few instructions cost less than the registers that would be held across the
+// loop.
 struct WarpCoordinate {
   int pair, side, row, lane;  // row = first of the warp's rows in the tile
 
@@ -173,14 +181,11 @@ struct WarpCoordinate {
   __device__ __forceinline__ int lane_row() const { return row + lane / 4; }
 };
 
-__device__ __forceinline__ FragmentAddress<Shape::tile_d> query_address(unsigned sQ, const WarpCoordinate& w) {
-  return FragmentAddress<Shape::tile_d>::rows_first(sQ + w.row * TileLayout<Shape::tile_d>::row_bytes, w.lane);
-}
-
 // rS (warp_rows, tile_n / warps_n) += Q K^T over Blocks blocks of 16 columns.
 template <int Blocks>
-__device__ __forceinline__ void query_key_blocks(float (&rS)[Shape::m_tiles][Shape::n_tiles][4], const FragmentAddress<Shape::tile_d>& query,
-                                               const FragmentAddress<Shape::tile_d>& key) {
+__device__ __forceinline__ void query_key_blocks(float (&rS)[Shape::m_tiles][Shape::n_tiles][4],
+                                                 const FragmentAddress<Shape::tile_d>& query,
+                                                 const FragmentAddress<Shape::tile_d>& key) {
 #pragma unroll
   for (int k = 0; k < Blocks; ++k) {
     unsigned rQ[Shape::m_tiles][4];
@@ -199,8 +204,8 @@ __device__ __forceinline__ void query_key_blocks(float (&rS)[Shape::m_tiles][Sha
   }
 }
 
-// rS (warp_rows, tile_n / warps_n) = Q K^T. Where O leaves few registers the loop over head_dim goes by spans and stays rolled:
-// unrolled, ptxas hoists so many fragment loads over the products that it spills.
+// rS (warp_rows, tile_n / warps_n) = Q K^T. Where O leaves few registers the loop over head_dim goes by spans and stays
+// rolled: unrolled, ptxas hoists so many fragment loads over the products that it spills.
 __device__ __forceinline__ void query_key(float (&rS)[Shape::m_tiles][Shape::n_tiles][4], unsigned sQ, unsigned sK) {
   using Layout = TileLayout<Shape::tile_d>;
   const WarpCoordinate w;
@@ -223,14 +228,15 @@ __device__ __forceinline__ void query_key(float (&rS)[Shape::m_tiles][Shape::n_t
   }
 }
 
-__device__ __forceinline__ void mask_tile(float (&rS)[Shape::m_tiles][Shape::n_tiles][4], const ForwardParams& p, int row_begin,
-                                          int first_key) {
+__device__ __forceinline__ void mask_tile(float (&rS)[Shape::m_tiles][Shape::n_tiles][4], const ForwardParams& p,
+                                          int row_begin, int first_key) {
   const WarpCoordinate w;
   mask_scores<Config::has_band>(rS, p, row_begin + w.lane_row(), first_key + w.first_key() + 2 * (w.lane % 4));
 }
 
 // rO (warp_rows, tile_dv / warps_n) += P V over 16 keys.
-__device__ __forceinline__ void weight_value(float (&rO)[Shape::m_tiles][Shape::d_tiles][4], const unsigned (&rP)[Shape::m_tiles][4],
+__device__ __forceinline__ void weight_value(float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
+                                             const unsigned (&rP)[Shape::m_tiles][4],
                                              const FragmentAddress<Shape::tile_dv>& value, int key_block) {
 #pragma unroll
   for (int d = 0; d < Shape::d_tiles; d += 2) {
@@ -256,14 +262,17 @@ __device__ __forceinline__ void pack_weights(unsigned (&rP)[Shape::n_tiles / 2][
 }
 
 // The scores of one tile become weights in rP; the accumulators are rescaled when the maxima of their rows have moved.
-__device__ __forceinline__ void online_softmax(OnlineSoftmax<Shape::m_tiles>& softmax, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
+__device__ __forceinline__ void online_softmax(OnlineSoftmax<Shape::m_tiles>& softmax,
+                                               float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
                                                float (&rS)[Shape::m_tiles][Shape::n_tiles][4],
-                                               unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4], float exp2_scale, unsigned sRow) {
+                                               unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4], float exp2_scale,
+                                               unsigned sRow) {
   float tile_max[Shape::m_tiles][2];
   tile_row_max(rS, tile_max);
   if constexpr (Shape::warps_n == 2) {
     const WarpCoordinate w;
-    combine_rows<Shape::tile_m>(tile_max, sRow, w.pair, w.side, w.lane_row(), w.lane, [](float a, float b) { return fmaxf(a, b); });
+    combine_rows<Shape::tile_m>(tile_max, sRow, w.pair, w.side, w.lane_row(), w.lane,
+                                [](float a, float b) { return fmaxf(a, b); });
   }
   softmax.raise_max(tile_max, rO, exp2_scale);
   softmax.exponentiate(rS, exp2_scale);
@@ -272,7 +281,8 @@ __device__ __forceinline__ void online_softmax(OnlineSoftmax<Shape::m_tiles>& so
 
 // rO += P V over the whole tile: first with the warp's own weights, then with those of its partner.
 __device__ __forceinline__ void accumulate_output(float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
-                                                  const unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4], unsigned sV, unsigned sP) {
+                                                  const unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4],
+                                                  unsigned sV, unsigned sP) {
   const WarpCoordinate w;
   constexpr int blocks = Shape::n_tiles / 2;
   auto value = FragmentAddress<Shape::tile_dv>::rows_first(sV, w.lane).template part<Shape::warps_n>(w.side);
@@ -284,8 +294,10 @@ __device__ __forceinline__ void accumulate_output(float (&rO)[Shape::m_tiles][Sh
     value.origin = origin + w.first_key() * TileLayout<Shape::tile_dv>::row_bytes;
 #pragma unroll
     for (int k = 0; k < blocks; ++k) weight_value(rO, rP[k], value, k);
-    if constexpr (Config::stages > 1) pair_sync(w.pair);  // with one stage the barrier before V has published sP already
-    auto weights = FragmentAddress<Shape::tile_n>::rows_first(sP + w.row * TileLayout<Shape::tile_n>::row_bytes, w.lane);
+    if constexpr (Config::stages > 1)
+      pair_sync(w.pair);  // with one stage the barrier before V has published sP already
+    auto weights =
+        FragmentAddress<Shape::tile_n>::rows_first(sP + w.row * TileLayout<Shape::tile_n>::row_bytes, w.lane);
     weights = weights.template part<2>(1 - w.side);
     value.origin = origin + (Shape::tile_n / 2 - w.first_key()) * TileLayout<Shape::tile_dv>::row_bytes;
 #pragma unroll
@@ -299,8 +311,9 @@ __device__ __forceinline__ void accumulate_output(float (&rO)[Shape::m_tiles][Sh
 }
 
 // Inf and NaN of a partly hidden V tile: see nonfinite.cuh. All threads of the block come here together.
-__device__ __forceinline__ void silence_nonfinite(float (&rO)[Shape::m_tiles][Shape::d_tiles][4], const KeyValueRing& ring,
-                                                  const ForwardParams& p, int row_begin, int tile) {
+__device__ __forceinline__ void silence_nonfinite(float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
+                                                  const KeyValueRing& ring, const ForwardParams& p, int row_begin,
+                                                  int tile) {
   const WarpCoordinate w;
   add_nonfinite_values<Config::has_band, Shape::Element, Shape::tile_dv, Shape::warps_n, Shape::tile_n>(
       rO, ring.v_tile(tile), p, row_begin + w.lane_row(), tile * Shape::tile_n, w.side, w.lane);
@@ -309,13 +322,14 @@ __device__ __forceinline__ void silence_nonfinite(float (&rO)[Shape::m_tiles][Sh
   __syncthreads();
 }
 
-// One query tile from its inputs to sO, rounded, and lse. Says whether a hidden inf or NaN of V may have spoilt it, in which case
-// it must be computed again after setting the careful flag.
+// One query tile from its inputs to sO, rounded, and lse. Says whether a hidden inf or NaN of V may have spoilt it, in
+// which case it must be computed again after setting the careful flag.
 __device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileCoordinate& c, unsigned shared) {
   const unsigned sQ = shared, sP = shared + Shape::p_at, sRow = shared + Shape::row_at;
   const int row_begin = c.query_tile * Shape::tile_m;
   const int rows_left = p.seqlen_q - row_begin;
-  const KeyTiles tiles = KeyTiles::make<Config::has_band, Shape::tile_n>(p, row_begin, row_begin + min(rows_left, Shape::tile_m));
+  const KeyTiles tiles =
+      KeyTiles::make<Config::has_band, Shape::tile_n>(p, row_begin, row_begin + min(rows_left, Shape::tile_m));
 
   KeyValueRing ring(p, shared);
   const char* gQ = static_cast<const char*>(p.q) + c.batch * p.q_batch + c.head * p.q_head + row_begin * p.q_row;
@@ -352,11 +366,13 @@ __device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileC
   __syncthreads();  // shared memory is free for O, and sRow for the sums
   const WarpCoordinate w;
   if constexpr (Shape::warps_n == 2) {
-    combine_rows<Shape::tile_m>(softmax.row_sum, sRow, w.pair, w.side, w.lane_row(), w.lane, [](float a, float b) { return a + b; });
+    combine_rows<Shape::tile_m>(softmax.row_sum, sRow, w.pair, w.side, w.lane_row(), w.lane,
+                                [](float a, float b) { return a + b; });
   }
   float* gLse = p.lse ? p.lse + (static_cast<int64>(c.batch) * p.heads_q + c.head) * p.seqlen_q + row_begin : nullptr;
   if (w.side == 0) store_lse(gLse, softmax, p.exp2_scale, w.row, rows_left, w.lane);
-  const bool spoilt = stage_output<Shape::Element, Shape::tile_dv, Shape::warps_n>(sQ, rO, softmax, w.row, w.side, w.lane);
+  const bool spoilt =
+      stage_output<Shape::Element, Shape::tile_dv, Shape::warps_n>(sQ, rO, softmax, w.row, w.side, w.lane);
   return Config::has_band && !ring.parked.careful() && __syncthreads_or(spoilt);
 }
 

@@ -8,7 +8,9 @@
 
 namespace cuflash {
 
-__device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
 
 // Rows of Dim elements (a multiple of 32) as 16-byte chunks. The chunk index is XORed with row bits so that the eight
 // rows of an 8x8 matrix fall into different banks: with 128-byte multiples the row modulo 8; otherwise rows already
@@ -19,13 +21,17 @@ struct TileLayout {
   static constexpr int row_bytes = Dim * 2;
   static constexpr int chunks = Dim / 8;
 
-  static constexpr int span_blocks = Dim % 64 == 0 ? 4 : 2;  // 16-column blocks within the span that the swizzle permutes
+  static constexpr int span_blocks =
+      Dim % 64 == 0 ? 4 : 2;  // 16-column blocks within the span that the swizzle permutes
 
   static __device__ __forceinline__ int swizzle(int row) { return Dim % 64 == 0 ? row & 7 : (row >> 1) & 3; }
-  static __device__ __forceinline__ int offset(int row, int chunk) { return row * row_bytes + ((chunk ^ swizzle(row)) << 4); }
+  static __device__ __forceinline__ int offset(int row, int chunk) {
+    return row * row_bytes + ((chunk ^ swizzle(row)) << 4);
+  }
 
   // Chunk number of 8-column tile `tile` of a warp that owns the first of Parts equal parts of every span; XOR with
-  // part_start<Parts>(side) for the other part. Halving spans rather than Dim keeps every offset a constant for any Dim.
+  // part_start<Parts>(side) for the other part. Halving spans rather than Dim keeps every offset a constant for any
+  // Dim.
   template <int Parts>
   static constexpr __device__ __forceinline__ int part_chunk(int tile) {
     constexpr int blocks = span_blocks / Parts;
@@ -100,7 +106,9 @@ struct TileLoader {
       for (int piece = 0; piece < 16; piece += VectorBytes) {
         const int left = valid - piece;
         cp_async<VectorBytes>(target + piece, left > 0 ? source + piece : source,
-                              left < 0 ? 0 : left > VectorBytes ? VectorBytes : left);
+                              left < 0             ? 0
+                              : left > VectorBytes ? VectorBytes
+                                                   : left);
       }
     } else {
       unsigned words[4];
@@ -116,8 +124,8 @@ struct TileLoader {
   }
 };
 
-// ldmatrix addresses of 16x16 blocks of a tile for one lane. Rows are aligned to the span that the swizzle permutes, so the
-// block's place in that span is XORed into the address and the rest is a constant offset.
+// ldmatrix addresses of 16x16 blocks of a tile for one lane. Rows are aligned to the span that the swizzle permutes, so
+// the block's place in that span is XORed into the address and the rest is a constant offset.
 template <int Dim>
 struct FragmentAddress {
   using Layout = TileLayout<Dim>;

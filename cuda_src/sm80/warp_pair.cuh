@@ -1,6 +1,7 @@
-// Two warps that share query rows. For head dims over 128 one warp cannot hold 32 rows of O, and with 16 rows it would read
-// every K and V fragment for half as much work, which binds on shared memory. So a pair of warps shares 32 rows: each takes
-// half of a tile's keys for S and half of head_dim_v for O, and they swap row maxima, weights and, at the end, row sums.
+// Two warps that share query rows. For head dims over 128 one warp cannot hold 32 rows of O, and with 16 rows it would
+// read every K and V fragment for half as much work, which binds on shared memory. So a pair of warps shares 32 rows:
+// each takes half of a tile's keys for S and half of head_dim_v for O, and they swap row maxima, weights and, at the
+// end, row sums.
 #pragma once
 
 #include "core/softmax.cuh"
@@ -10,11 +11,14 @@
 namespace cuflash {
 
 // Barrier of the 64 threads of one pair; barrier 0 is __syncthreads().
-__device__ __forceinline__ void pair_sync(int pair) { asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory"); }
+__device__ __forceinline__ void pair_sync(int pair) {
+  asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
+}
 
 // Swaps one float per row with the partner through sRow (2, rows) and combines the two with f.
 template <int Rows, int MTiles, class F>
-__device__ __forceinline__ void combine_rows(float (&value)[MTiles][2], unsigned sRow, int pair, int side, int row, int lane, F&& f) {
+__device__ __forceinline__ void combine_rows(float (&value)[MTiles][2], unsigned sRow, int pair, int side, int row,
+                                             int lane, F&& f) {
 #pragma unroll
   for (int m = 0; m < MTiles; ++m)
 #pragma unroll
@@ -34,7 +38,8 @@ __device__ __forceinline__ void combine_rows(float (&value)[MTiles][2], unsigned
 
 // The warp's weights to its half of the columns of sP (rows, TileN), for the partner to read as an A operand.
 template <int TileN, int MTiles, int KBlocks>
-__device__ __forceinline__ void publish_weights(unsigned sP, const unsigned (&rP)[KBlocks][MTiles][4], int row, int first_chunk, int lane) {
+__device__ __forceinline__ void publish_weights(unsigned sP, const unsigned (&rP)[KBlocks][MTiles][4], int row,
+                                                int first_chunk, int lane) {
   static_assert(2 * KBlocks == TileLayout<TileN>::span_blocks, "a half of the keys is a part of one span");
 #pragma unroll
   for (int k = 0; k < KBlocks; ++k)

@@ -18,6 +18,7 @@ from cuflash.view import DeviceKind
 
 _RESERVED_SHARED = 1024  # bytes of shared memory that the driver takes for each block
 _MAX_HEADS = 65535  # of a grid's y axis
+_MAX_FLOAT32 = 3.4028234663852886e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +102,15 @@ class _Tile:
     rolled_spans: int = 0
 
 
-# In order of preference for each size: the first that fits the shared memory of a block is taken. tile_n alone decides
-# how a row's sums are grouped, so for one size of head on one device it must not depend on the problem.
+# In order of preference for each size: the first whose blocks_per_sm fit a multiprocessor is taken, else the first that
+# fits at all. tile_n alone decides how a row's sums are grouped, so for one size of head on one device it must not
+# depend on the problem.
 _TILES = (
     _Tile(64, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=3),
     _Tile(96, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=2),
     _Tile(128, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=2, rolled_spans=1),
     _Tile(256, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
+    _Tile(256, 128, 64, warps=8, warps_n=2, stages=1, blocks_per_sm=1),
     _Tile(256, 64, 32, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
 )
 
@@ -132,15 +135,18 @@ class Sm80Forward:
             return f"takes float16 and bfloat16, not {problem.dtype}; cast the inputs"
         if problem.heads_q > _MAX_HEADS:
             return f"takes at most {_MAX_HEADS} query heads, not {problem.heads_q}"
+        if max(abs(problem.scale), problem.softcap) > _MAX_FLOAT32:
+            return f"computes in float32, which cannot hold scale {problem.scale} and softcap {problem.softcap}"
         if _alignment(operands) < 2 or operands.out.alignment < 2:
             return "needs addresses that are multiples of the element size"
-        if not any(_fits(config, device) for config in _candidates(problem, operands, device)):
+        if not any(_fits(config, device) for config in _candidates(problem, operands)):
             return f"no tile for head_dim {problem.head_dim} fits {device.shared_memory} bytes of shared memory"
         return None
 
     def config(self, problem: Problem, operands: Operands, device: DeviceInfo) -> Sm80ForwardConfig:
-        """The first tile of the table that fits the device."""
-        return next(config for config in _candidates(problem, operands, device) if _fits(config, device))
+        """The first tile of the table that suits the device."""
+        fitting = [config for config in _candidates(problem, operands) if _fits(config, device)]
+        return next((config for config in fitting if _fits_together(config, device)), fitting[0])
 
     def launcher(self, problem: Problem, operands: Operands, device: DeviceInfo, config: Sm80ForwardConfig) -> Launcher:
         """Compile or load the kernel and pack its parameters."""
@@ -178,15 +184,19 @@ def _fits(config: Sm80ForwardConfig, device: DeviceInfo) -> bool:
     return config.shared_bytes <= device.shared_memory
 
 
-def _candidates(problem: Problem, operands: Operands, device: DeviceInfo) -> list[Sm80ForwardConfig]:
+def _fits_together(config: Sm80ForwardConfig, device: DeviceInfo) -> bool:
+    return config.blocks_per_sm * (config.shared_bytes + _RESERVED_SHARED) <= device.shared_memory_sm
+
+
+def _candidates(problem: Problem, operands: Operands) -> list[Sm80ForwardConfig]:
     largest = max(problem.head_dim, problem.head_dim_v)
     size = min(tile.max_dim for tile in _TILES if largest <= tile.max_dim)
-    return [_config(tile, problem, operands, device) for tile in _TILES if tile.max_dim == size]
+    return [_config(tile, problem, operands) for tile in _TILES if tile.max_dim == size]
 
 
-def _config(tile: _Tile, problem: Problem, operands: Operands, device: DeviceInfo) -> Sm80ForwardConfig:
+def _config(tile: _Tile, problem: Problem, operands: Operands) -> Sm80ForwardConfig:
     tile_d, tile_dv = _round_up(problem.head_dim, 32), _round_up(problem.head_dim_v, 32)
-    config = Sm80ForwardConfig(
+    return Sm80ForwardConfig(
         element=problem.dtype,
         tile_m=tile.tile_m,
         tile_n=tile.tile_n,
@@ -203,13 +213,13 @@ def _config(tile: _Tile, problem: Problem, operands: Operands, device: DeviceInf
         has_band=problem.has_band,
         score=_score(problem),
     )
-    return config
 
 
 def _score(problem: Problem) -> str:
     if problem.softcap > 0:
         return "score_softcap"
-    return "score_folded" if problem.scale > 0 else "score_scaled"
+    # Folded into the exponent, a scale must be positive, and neither it nor its products may leave float32.
+    return "score_folded" if 2.0**-60 <= problem.scale <= 2.0**60 else "score_scaled"
 
 
 def ci_configs() -> Iterator[tuple[Sm80ForwardConfig, str, tuple[str, ...]]]:
