@@ -109,6 +109,7 @@ _TILES = (
     _Tile(64, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=3),
     _Tile(96, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=2),
     _Tile(128, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=2, rolled_spans=1),
+    _Tile(128, 128, 64, warps=4, warps_n=1, stages=1, blocks_per_sm=2, rolled_spans=1),
     _Tile(256, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
     _Tile(256, 128, 64, warps=8, warps_n=2, stages=1, blocks_per_sm=1),
     _Tile(256, 64, 32, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
