@@ -1,4 +1,4 @@
-// Online softmax over key tiles (FlashAttention-2, Dao 2023, section 3.1) with a lazily updated maximum.
+// Online softmax over key tiles (FlashAttention-2, Dao 2023, section 3.1) without a maximum of every tile.
 #pragma once
 
 #include "core/mask.cuh"
@@ -7,10 +7,14 @@
 
 namespace cuflash {
 
-// A row keeps a stale maximum until the true one is 2^8 times larger in exp2 units: weights then stay below 2^8,
-// nothing overflows, the result is as exact, and most tiles need no rescaling of O. The choice is made row by row, so
-// that a row's bits never depend on its neighbours; only the skipping of a multiplication by 1 is decided per warp.
-constexpr float kRescaleThreshold = 8.0f;
+// The maximum only keeps the weights in range; any reference does that in exact arithmetic. So a row takes the maximum
+// of the first tile where it sees a key, and later tiles are weighed against that without looking for theirs. Their sum
+// of weights, needed anyway, tells when the reference has become too low: it is then more than kMaxTileSum, the tile is
+// weighed again after raising the row's reference to the tile's maximum, and what the row has accumulated is rescaled.
+// That is rare, so tiles have no maxima, no shuffles and no rescaling on their way, and exponentials start as soon as
+// the first scores are there. A row decides by its own scores alone, so its bits do not depend on its neighbours. The
+// bound leaves room in float16 (65504) for the weights; relative precision does not depend on the reference.
+constexpr float kMaxTileSum = 16384.0f;
 
 // State of this thread's rows: lane/4 and lane/4 + 8 of each 16-row fragment.
 template <int MTiles>
@@ -28,23 +32,29 @@ struct OnlineSoftmax {
       }
   }
 
-  // Raises the maxima that a tile has outgrown, and rescales what those rows have accumulated.
-  template <int DTiles>
-  __device__ __forceinline__ void raise_max(const float (&tile_max)[MTiles][2], float (&rO)[MTiles][DTiles][4],
-                                            float exp2_scale) {
-    bool any = false;
+  // Bit 2 * m + half for each of this thread's rows that has no maximum yet.
+  __device__ __forceinline__ unsigned rows_without_max() const {
+    unsigned rows = 0;
 #pragma unroll
     for (int m = 0; m < MTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) any |= outgrown(m, half, tile_max, exp2_scale);
-    if (!__any_sync(0xFFFFFFFFu, any)) return;
+      for (int half = 0; half < 2; ++half)
+        rows |= (row_max[m][half] == negative_infinity() ? 1u : 0u) << (2 * m + half);
+    return rows;
+  }
+
+  // Raises the maxima of some rows to those of a tile, and rescales what the rows have accumulated.
+  template <int DTiles>
+  __device__ __forceinline__ void raise_max(unsigned rows, const float (&tile_max)[MTiles][2],
+                                            float (&rO)[MTiles][DTiles][4], float exp2_scale) {
 #pragma unroll
     for (int m = 0; m < MTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const bool raise = outgrown(m, half, tile_max, exp2_scale);
-        const float factor = raise ? exp2_approx((row_max[m][half] - tile_max[m][half]) * exp2_scale) : 1.0f;
-        row_max[m][half] = raise ? tile_max[m][half] : row_max[m][half];
+        const float old = row_max[m][half], now = tile_max[m][half];
+        const bool raise = (rows >> (2 * m + half) & 1) && now > old;  // not for NaN, nor for -inf over -inf
+        const float factor = raise ? exp2_approx((old - now) * exp2_scale) : 1.0f;
+        row_max[m][half] = raise ? now : old;
         row_sum[m][half] *= factor;
 #pragma unroll
         for (int d = 0; d < DTiles; ++d) {
@@ -54,24 +64,33 @@ struct OnlineSoftmax {
       }
   }
 
-  // Scores to weights, in place, adding them to the row sums.
+  // Scores to weights, in place, and this lane's part of their sums.
   template <int NTiles>
-  __device__ __forceinline__ void exponentiate(float (&rS)[MTiles][NTiles][4], float exp2_scale) {
+  __device__ __forceinline__ void exponentiate(float (&rS)[MTiles][NTiles][4], float (&tile_sum)[MTiles][2],
+                                               float exp2_scale) const {
 #pragma unroll
     for (int m = 0; m < MTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         // A row that has seen no key yet subtracts 0: exp2(-inf - 0) is the 0 it needs.
         const float shift = row_max[m][half] == negative_infinity() ? 0.0f : __fmul_rn(row_max[m][half], exp2_scale);
+        tile_sum[m][half] = 0.0f;
 #pragma unroll
         for (int n = 0; n < NTiles; ++n)
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             float& s = rS[m][n][2 * half + c];
             s = exp2_approx(fmaf(s, exp2_scale, -shift));
-            row_sum[m][half] += s;
+            tile_sum[m][half] += s;
           }
       }
+  }
+
+  __device__ __forceinline__ void add(const float (&tile_sum)[MTiles][2]) {
+#pragma unroll
+    for (int m = 0; m < MTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) row_sum[m][half] += tile_sum[m][half];
   }
 
   // Adds up the four lanes of each row.
@@ -99,14 +118,30 @@ struct OnlineSoftmax {
     // The product rounded as exponentiate() rounded it: the sum is relative to that.
     return __fadd_rn(__fmul_rn(row_max[m][half], exp2_scale), log2f(row_sum[m][half])) * ln2;
   }
-
- private:
-  // Whether a tile's maximum is out of reach of the row's. False for NaN and for -inf against -inf.
-  __device__ __forceinline__ bool outgrown(int m, int half, const float (&tile_max)[MTiles][2],
-                                           float exp2_scale) const {
-    return (tile_max[m][half] - row_max[m][half]) * exp2_scale > kRescaleThreshold;
-  }
 };
+
+// Rows, as bits 2 * m + half, whose weights in a tile are too large; given each lane's sums, or the largest of a row's.
+template <int MTiles>
+__device__ __forceinline__ unsigned heavy_rows(const float (&tile_sum)[MTiles][2]) {
+  unsigned rows = 0;
+#pragma unroll
+  for (int m = 0; m < MTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) rows |= (tile_sum[m][half] > kMaxTileSum ? 1u : 0u) << (2 * m + half);
+  return rows;
+}
+
+// The largest of the four lanes of each row.
+template <int MTiles>
+__device__ __forceinline__ void quad_max(float (&value)[MTiles][2]) {
+#pragma unroll
+  for (int m = 0; m < MTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float best = fmaxf(value[m][half], __shfl_xor_sync(0xFFFFFFFFu, value[m][half], 1));
+      value[m][half] = fmaxf(best, __shfl_xor_sync(0xFFFFFFFFu, best, 2));
+    }
+}
 
 template <int MTiles, int NTiles>
 __device__ __forceinline__ void tile_row_max(const float (&rS)[MTiles][NTiles][4], float (&tile_max)[MTiles][2]) {
@@ -117,9 +152,9 @@ __device__ __forceinline__ void tile_row_max(const float (&rS)[MTiles][NTiles][4
       float best = fmaxf(rS[m][0][2 * half], rS[m][0][2 * half + 1]);
 #pragma unroll
       for (int n = 1; n < NTiles; ++n) best = fmaxf(best, fmaxf(rS[m][n][2 * half], rS[m][n][2 * half + 1]));
-      best = fmaxf(best, __shfl_xor_sync(0xFFFFFFFFu, best, 1));
-      tile_max[m][half] = fmaxf(best, __shfl_xor_sync(0xFFFFFFFFu, best, 2));
+      tile_max[m][half] = best;
     }
+  quad_max(tile_max);
 }
 
 }  // namespace cuflash

@@ -44,6 +44,7 @@ struct Shape {
                        parked_at = row_at + row_bytes;
   static_assert(warp_rows % 16 == 0 && n_tiles % 2 == 0 && d_tiles % 2 == 0, "tiles are made of 16 x 16 blocks");
   static_assert(warps_n == 1 || (warps_n == 2 && tile_n % 32 == 0), "a row belongs to one warp or to a pair");
+  static_assert(warps_n == 1 || Config::stages == 1, "pairs swap weights at the barrier before V that one stage has");
 };
 
 // What a block needs again for every tile, in shared memory: kept in registers over the loop it would be spilled.
@@ -134,21 +135,27 @@ struct KeyValueRing {
     }
   }
 
-  // Publishes the values of `tile` where acquire_keys() has not. For a masked tile of a careful pass, says whether they
-  // hold an inf or NaN.
-  __device__ __forceinline__ bool acquire_values(int tile, const KeyTiles& tiles, bool first, bool masked) const {
-    bool nonfinite = false;
+  // Publishes the values of `tile` where acquire_keys() has not, and whatever else the block wrote to shared memory.
+  // With pairs of warps it says whether any thread of the block has voted.
+  __device__ __forceinline__ bool acquire_values(bool first, bool vote) const {
     if (first || Config::stages == 1) cp_async_wait<Config::stages - 1>();
-    if (Config::has_band && masked && parked.careful()) {
-      nonfinite = __syncthreads_or(has_nonfinite<Shape::Element>(v_loader(), v_tile(tile)));
-    } else if (first || Config::stages == 1) {
-      __syncthreads();
-    }
+    if constexpr (Shape::warps_n == 2) return __syncthreads_or(vote);
+    if (first || Config::stages == 1) __syncthreads();
+    return false;
+  }
+
+  // Whether the values of a tile, acquired, hold an inf or NaN that a mask may hide. Asked in careful passes only.
+  __device__ __forceinline__ bool holds_nonfinite(int tile, bool masked) const {
+    if (!Config::has_band || !masked || !parked.careful()) return false;
+    return __syncthreads_or(has_nonfinite<Shape::Element>(v_loader(), v_tile(tile)));
+  }
+
+  // With one stage, the keys of the next tile take the place of those of `tile`, which the block has done with.
+  __device__ __forceinline__ void replace_keys(int tile, const KeyTiles& tiles) const {
     if (Config::stages == 1 && tile > tiles.first) {
       fetch_keys<false>(tile - 1);
       cp_async_commit();
     }
-    return nonfinite;
   }
 
   __device__ __forceinline__ Shape::VLoader v_loader() const {
@@ -261,12 +268,12 @@ __device__ __forceinline__ void pack_weights(unsigned (&rP)[Shape::n_tiles / 2][
     }
 }
 
-// The scores of one tile become weights in rP; the accumulators are rescaled when the maxima of their rows have moved.
-__device__ __forceinline__ void online_softmax(OnlineSoftmax<Shape::m_tiles>& softmax,
-                                               float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
-                                               float (&rS)[Shape::m_tiles][Shape::n_tiles][4],
-                                               unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4], float exp2_scale,
-                                               unsigned sRow) {
+// Before a tile is weighed: rows in `raise` take its maximum as their reference.
+__device__ __forceinline__ void raise_references(OnlineSoftmax<Shape::m_tiles>& softmax,
+                                                 float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
+                                                 const float (&rS)[Shape::m_tiles][Shape::n_tiles][4], unsigned raise,
+                                                 float exp2_scale, unsigned sRow) {
+  if (!__any_sync(0xFFFFFFFFu, raise != 0)) return;
   float tile_max[Shape::m_tiles][2];
   tile_row_max(rS, tile_max);
   if constexpr (Shape::warps_n == 2) {
@@ -274,9 +281,51 @@ __device__ __forceinline__ void online_softmax(OnlineSoftmax<Shape::m_tiles>& so
     combine_rows<Shape::tile_m>(tile_max, sRow, w.pair, w.side, w.lane_row(), w.lane,
                                 [](float a, float b) { return fmaxf(a, b); });
   }
-  softmax.raise_max(tile_max, rO, exp2_scale);
-  softmax.exponentiate(rS, exp2_scale);
-  pack_weights(rP, rS);
+  softmax.raise_max(raise, tile_max, rO, exp2_scale);
+}
+
+// After a tile has been weighed: the rows whose reference is too low, by which all that share the tile must repeat it;
+// 0 in most tiles. Pairs of warps swap their weights here, at the barrier that also publishes the values.
+__device__ __forceinline__ bool must_repeat(const KeyValueRing& ring, bool first, float (&tile_sum)[Shape::m_tiles][2],
+                                            const unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4], unsigned sP,
+                                            unsigned sRow, unsigned& raise) {
+  const bool heavy = heavy_rows(tile_sum) != 0;
+  if constexpr (Shape::warps_n == 1) {
+    if (!__any_sync(0xFFFFFFFFu, heavy)) return false;
+    quad_max(tile_sum);
+  } else {
+    const WarpCoordinate w;
+    publish_weights<Shape::tile_n>(sP, rP, w.lane_row(), w.side * Shape::n_tiles, w.lane);
+    if (!ring.acquire_values(first, heavy)) return false;
+    quad_max(tile_sum);
+    combine_rows<Shape::tile_m>(tile_sum, sRow, w.pair, w.side, w.lane_row(), w.lane,
+                                [](float a, float b) { return fmaxf(a, b); });
+  }
+  raise = heavy_rows(tile_sum);
+  return true;
+}
+
+// The weights of one tile in rP, relative to references that keep them in range.
+__device__ __forceinline__ void weigh_tile(OnlineSoftmax<Shape::m_tiles>& softmax,
+                                           float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
+                                           unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4],
+                                           const KeyValueRing& ring, const ForwardParams& p, unsigned shared,
+                                           int row_begin, int tile, bool first, bool masked) {
+  const unsigned sQ = shared, sP = shared + Shape::p_at, sRow = shared + Shape::row_at;
+  unsigned raise = softmax.rows_without_max();
+  float tile_sum[Shape::m_tiles][2];
+#pragma unroll 1
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    float rS[Shape::m_tiles][Shape::n_tiles][4];
+    query_key(rS, sQ, ring.k_tile(tile));
+    stage_scores<Config::score>(rS, p);
+    if (masked) mask_tile(rS, p, row_begin, tile * Shape::tile_n);
+    raise_references(softmax, rO, rS, raise, p.exp2_scale, sRow);
+    softmax.exponentiate(rS, tile_sum, p.exp2_scale);
+    pack_weights(rP, rS);
+    if (!must_repeat(ring, first, tile_sum, rP, sP, sRow, raise)) break;
+  }
+  softmax.add(tile_sum);
 }
 
 // rO += P V over the whole tile: first with the warp's own weights, then with those of its partner.
@@ -345,19 +394,12 @@ __device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileC
   for (int tile = tiles.last - 1; tile >= tiles.first; --tile, first = false) {
     const bool masked = needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, row_begin, tile);
     ring.acquire_keys(tile, first);
-    float rS[Shape::m_tiles][Shape::n_tiles][4];
-    query_key(rS, sQ, ring.k_tile(tile));
-    stage_scores<Config::score>(rS, p);
-    if (masked) mask_tile(rS, p, row_begin, tile * Shape::tile_n);
-
     unsigned rP[Shape::n_tiles / 2][Shape::m_tiles][4];
-    online_softmax(softmax, rO, rS, rP, p.exp2_scale, sRow);
+    weigh_tile(softmax, rO, rP, ring, p, shared, row_begin, tile, first, masked);
+    if constexpr (Shape::warps_n == 1) ring.acquire_values(first, false);
     ring.fetch_ahead(tile, tiles);
-    if constexpr (Shape::warps_n == 2) {
-      const WarpCoordinate w;
-      publish_weights<Shape::tile_n>(sP, rP, w.lane_row(), w.side * Shape::n_tiles, w.lane);
-    }
-    if (ring.acquire_values(tile, tiles, first, masked)) silence_nonfinite(rO, ring, p, row_begin, tile);
+    ring.replace_keys(tile, tiles);
+    if (ring.holds_nonfinite(tile, masked)) silence_nonfinite(rO, ring, p, row_begin, tile);
     accumulate_output(rO, rP, ring.v_tile(tile), sP);
   }
 

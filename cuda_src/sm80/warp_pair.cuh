@@ -15,7 +15,8 @@ __device__ __forceinline__ void pair_sync(int pair) {
   asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
 }
 
-// Swaps one float per row with the partner through sRow (2, rows) and combines the two with f.
+// Swaps one float per row with the partner through sRow (2, rows) and combines the two with f. Rare, so sRow is left
+// free.
 template <int Rows, int MTiles, class F>
 __device__ __forceinline__ void combine_rows(float (&value)[MTiles][2], unsigned sRow, int pair, int side, int row,
                                              int lane, F&& f) {
@@ -34,6 +35,7 @@ __device__ __forceinline__ void combine_rows(float (&value)[MTiles][2], unsigned
       const unsigned source = sRow + 4 * ((1 - side) * Rows + row + 16 * m + 8 * half);
       value[m][half] = f(value[m][half], load_shared_float(source));
     }
+  pair_sync(pair);
 }
 
 // The warp's weights to its half of the columns of sP (rows, TileN), for the partner to read as an A operand.
