@@ -268,11 +268,12 @@ __device__ __forceinline__ void pack_weights(unsigned (&rP)[Shape::n_tiles / 2][
     }
 }
 
-// Before a tile is weighed: rows in `raise` take its maximum as their reference.
+// Before a tile is weighed: rows that have no reference yet, and those in `raise`, take its maximum.
 __device__ __forceinline__ void raise_references(OnlineSoftmax<Shape::m_tiles>& softmax,
                                                  float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
                                                  const float (&rS)[Shape::m_tiles][Shape::n_tiles][4], unsigned raise,
                                                  float exp2_scale, unsigned sRow) {
+  raise |= softmax.rows_without_max();
   if (!__any_sync(0xFFFFFFFFu, raise != 0)) return;
   float tile_max[Shape::m_tiles][2];
   tile_row_max(rS, tile_max);
@@ -312,10 +313,9 @@ __device__ __forceinline__ void weigh_tile(OnlineSoftmax<Shape::m_tiles>& softma
                                            const KeyValueRing& ring, const ForwardParams& p, unsigned shared,
                                            int row_begin, int tile, bool first, bool masked) {
   const unsigned sQ = shared, sP = shared + Shape::p_at, sRow = shared + Shape::row_at;
-  unsigned raise = softmax.rows_without_max();
+  unsigned raise = 0;
   float tile_sum[Shape::m_tiles][2];
-#pragma unroll 1
-  for (int attempt = 0; attempt < 2; ++attempt) {
+  do {  // at most twice: relative to the tile's own maximum no weight is over 1
     float rS[Shape::m_tiles][Shape::n_tiles][4];
     query_key(rS, sQ, ring.k_tile(tile));
     stage_scores<Config::score>(rS, p);
@@ -323,8 +323,7 @@ __device__ __forceinline__ void weigh_tile(OnlineSoftmax<Shape::m_tiles>& softma
     raise_references(softmax, rO, rS, raise, p.exp2_scale, sRow);
     softmax.exponentiate(rS, tile_sum, p.exp2_scale);
     pack_weights(rP, rS);
-    if (!must_repeat(ring, first, tile_sum, rP, sP, sRow, raise)) break;
-  }
+  } while (must_repeat(ring, first, tile_sum, rP, sP, sRow, raise));
   softmax.add(tile_sum);
 }
 
