@@ -395,8 +395,8 @@ __device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileC
     ring.acquire_keys(tile, first);
     unsigned rP[Shape::n_tiles / 2][Shape::m_tiles][4];
     weigh_tile(softmax, rO, rP, ring, p, shared, row_begin, tile, first, masked);
-    if constexpr (Shape::warps_n == 1) ring.acquire_values(first, false);
     ring.fetch_ahead(tile, tiles);
+    if constexpr (Shape::warps_n == 1) ring.acquire_values(first, false);
     ring.replace_keys(tile, tiles);
     if (ring.holds_nonfinite(tile, masked)) silence_nonfinite(rO, ring, p, row_begin, tile);
     accumulate_output(rO, rP, ring.v_tile(tile), sP);
