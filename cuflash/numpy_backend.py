@@ -2,28 +2,33 @@
 
 Bits of one (batch, head, query) row must not depend on anything but that row and the keys it sees, yet a BLAS may sum
 in another order when the shape of a product changes. So every product has a fixed shape: query tiles start at multiples
-of ``tile_q``, key tiles at multiples of ``tile_k``, both are copied to contiguous scratch and padded, and BLAS runs
-with one thread. The only shape that varies is the row count of short query tiles, and only when :func:`row_counts` has
-seen that this BLAS gives the same bits.
+of ``tile_q``, key tiles at multiples of ``tile_k``, the last of each is padded, and BLAS runs with one thread. The only
+shape that varies is the row count of short query tiles, and only when :func:`cuflash.blas.row_counts` has seen that
+this BLAS gives the same bits. That sets a floor for decoding: OpenBLAS gives fewer than 5 rows other bits than many, so
+one query costs the products of 8 rows, where a two-pass that promises nothing takes two matrix-vector products.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 casts with NumPy)
 import numpy as np
-from threadpoolctl import ThreadpoolController
 
+from cuflash.blas import (
+    PARTS,
+    is_blas_matrix,
+    one_blas_thread,
+    score_products,
+    strides_keep_bits,
+    value_products,
+)
+from cuflash.numpy_plan import Chunk, Plan, Tile, make_plan
 from cuflash.problem import Problem
 
 Array = np.ndarray[Any, Any]
@@ -31,12 +36,10 @@ Array = np.ndarray[Any, Any]
 # Four 256 x 256 float32 score tiles are 1 MiB; smaller ones stay in smaller caches but switch threads more often.
 TILE_Q = 256
 TILE_K = 256
-# Query tiles that go through each NumPy call together and share one converted key/value tile.
-_CHUNK = 4
-# The sum over a key tile is made of this many shorter ones, which round less than one long chain (5 % of the time).
-_PARTS = 4
 # Below this many FLOPs starting threads costs more than it gains.
 _FLOPS_PER_THREAD = 10_000_000
+# Results that overflowed are tried again on V times this: weights are at most 1 each and keys at most 2**30.
+_V_SCALE = 2.0**-32
 
 
 def forward(
@@ -70,13 +73,15 @@ def forward(
 
     Notes
     -----
-    NaN and inf in visible inputs reach the rows that see them and no other; NumPy warnings stay silent.
+    NaN and inf in visible inputs reach the rows that see them and no other; NumPy warnings stay silent. Query tiles
+    whose results are not finite are computed twice more, with NaN and inf among V set apart and then V scaled down, so
+    that masked values do not matter and large ones (near 3e38 in float32) do not overflow in the unnormalised sums.
     While it runs, BLAS is limited to one thread in the whole process.
     """
     if problem.is_empty:
         return
     workers = default_threads(problem) if threads is None else max(threads, 1)
-    plan = _make_plan(problem, tile_q, tile_k, workers)
+    plan = make_plan(problem, tile_q, tile_k, workers)
     jobs = itertools.product(plan.chunks, range(problem.batch), range(problem.heads_kv))
     workers = min(workers, len(plan.chunks) * problem.batch * problem.heads_kv)
     lock = threading.Lock()
@@ -90,18 +95,34 @@ def forward(
                 if job is None:
                     return
                 chunk, batch, head_kv = job
-                _run_chunk(plan, scratch, chunk, q[batch], k[batch, :, head_kv], v[batch, :, head_kv], head_kv)
-                _store_chunk(plan, scratch, chunk, out[batch], None if lse is None else lse[batch], head_kv)
+                inputs = q[batch], k[batch, :, head_kv], v[batch, :, head_kv], head_kv
+                result = _attend(plan, scratch, chunk, *inputs)
+                _store(plan, scratch, chunk, result, out[batch], None if lse is None else lse[batch], head_kv)
 
-    with _one_blas_thread():
-        if workers == 1:
+    with one_blas_thread():
+        _run_threads(work, workers)
+
+
+def _run_threads(work: Callable[[], None], workers: int) -> None:
+    """Run `work` in the caller and in new threads: those start on idle CPUs, woken ones often on their waker's."""
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
             work()
-            return
-        # New threads, and the caller only waits: the kernel starts a new thread on an idle CPU, while a woken one may
-        # land on its waker's CPU and share it for milliseconds.
-        with ThreadPoolExecutor(workers, thread_name_prefix="cuflash") as pool:
-            for future in [pool.submit(work) for _ in range(workers)]:
-                future.result()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, name=f"cuflash_{i}", daemon=True) for i in range(1, workers)]
+    for thread in threads:
+        thread.start()
+    try:
+        work()
+    finally:
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
 
 
 def default_threads(problem: Problem) -> int:
@@ -113,152 +134,109 @@ def default_threads(problem: Problem) -> int:
     return max(1, min(cpus, (problem.flops() + 32 * loads) // _FLOPS_PER_THREAD))
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """One query tile: ``rows`` queries of one head from ``start`` on, and the key tiles that any of them sees."""
-
-    head: int  # within the group that shares a key/value head
-    start: int
-    rows: int
-    padded: int  # rows in the products
-    first: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    problem: Problem
-    compute: np.dtype[Any]
-    tile_q: int
-    tile_k: int
-    chunks: tuple[tuple[_Tile, ...], ...]  # longest first, the same for each (batch, key/value head)
-    scale_before: Any | None  # on q, before Q K^T
-    scale_after: Any | None  # on the scores
-    softcap: Any | None
-
-
-def _make_plan(problem: Problem, tile_q: int, tile_k: int, workers: int) -> _Plan:
-    compute = np.dtype(problem.lse_dtype)
-    counts = row_counts(compute.name, problem.head_dim, problem.head_dim_v, tile_q, tile_k)
-    tiles = []
-    for start in range(0, problem.seqlen_q, tile_q):
-        rows = min(tile_q, problem.seqlen_q - start)
-        padded = next(count for count in counts if count >= rows)
-        first, stop = _key_tiles(problem, start, rows, tile_k)
-        tiles += [_Tile(head, start, rows, padded, first, stop) for head in range(problem.group)]
-    jobs_wanted = 4 * workers
-    total = len(tiles) * problem.batch * problem.heads_kv
-    size = min(max(total // jobs_wanted, 1), _CHUNK)
-    chunks = []
-    for _, same in itertools.groupby(tiles, key=lambda tile: tile.rows):
-        group = tuple(same)
-        chunks += [group[i : i + size] for i in range(0, len(group), size)]
-    chunks.sort(key=lambda chunk: -sum(tile.stop - tile.first for tile in chunk))
-    # tanh wants s / softcap. Powers of two up to 1 go into q, where they round nothing and cannot overflow.
-    factor = problem.scale / problem.softcap if problem.softcap else problem.scale
-    fold = abs(factor) <= 1.0 and abs(math.frexp(factor)[0]) == 0.5
-    return _Plan(
-        problem, compute, tile_q, tile_k, tuple(chunks),
-        scale_before=_scalar(factor, compute) if fold else None,
-        scale_after=None if fold else _scalar(factor, compute),
-        softcap=_scalar(problem.softcap, compute) if problem.softcap else None,
-    )  # fmt: skip
-
-
-def _scalar(value: float, compute: np.dtype[Any]) -> Any:
-    """`value` in the compute dtype, or float64 (so that NumPy multiplies in float64) when it would overflow there."""
-    return compute.type(value) if abs(value) <= float(np.finfo(compute).max) else np.float64(value)
-
-
-def _key_tiles(problem: Problem, start: int, rows: int, tile_k: int) -> tuple[int, int]:
-    """Half-open range of key tiles that queries start..start+rows see; (0, 0) for none."""
-    low = 0 if problem.diag_lower is None else max(start + problem.diag_lower, 0)
-    high = problem.seqlen_k
-    if problem.diag_upper is not None:
-        high = min(high, start + rows + problem.diag_upper)
-    return (low // tile_k, -(-high // tile_k)) if low < high else (0, 0)
-
-
-@lru_cache(maxsize=256)
-def row_counts(compute: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) -> tuple[int, ...]:
-    """Row counts, ascending and ending with `tile_q`, whose products have the bits of the first rows of full ones.
-
-    BLAS picks kernels by shape, so this is measured on random data, not assumed.
-    """
-    rng, width = np.random.default_rng(0), _padded_dim(head_dim_v)
-    q, k, p, v = (
-        rng.standard_normal(shape).astype(compute)
-        for shape in ((tile_q, head_dim), (tile_k, head_dim), (tile_q, tile_k), (_PARTS, tile_k // _PARTS, width))
-    )
-    with _one_blas_thread():
-        scores, values = q @ k.T, _split(p) @ v
-        good = [tile_q]
-        for rows in (tile_q >> shift for shift in range(1, 6)):
-            if rows < 8 or not (
-                np.array_equal(q[:rows] @ k.T, scores[:rows]) and np.array_equal(_split(p[:rows]) @ v, values[:, :rows])
-            ):
-                break
-            good.append(rows)
-    return tuple(reversed(good))
-
-
-def _padded_dim(head_dim_v: int) -> int:
-    """Columns of the value tiles: OpenBLAS gives few rows the bits of many only for multiples of 16."""
-    return -(-head_dim_v // 16) * 16
-
-
 class _Scratch:
     """Buffers of one worker; their size does not depend on the sequence lengths."""
 
-    def __init__(self, plan: _Plan) -> None:
-        problem, slots = plan.problem, max(len(chunk) for chunk in plan.chunks)
+    def __init__(self, plan: Plan) -> None:
+        problem, chunks, width = plan.problem, plan.chunks, plan.width
 
         def buffer(*shape: int) -> Array:
-            return np.zeros(shape, plan.compute)
+            return np.empty(shape, plan.compute)
 
-        self.q = buffer(slots, plan.tile_q, problem.head_dim)
-        width = _padded_dim(problem.head_dim_v)
-        self.acc = buffer(slots, plan.tile_q, width)
-        self.top = buffer(slots, plan.tile_q, 1)  # running row maximum
-        self.total = buffer(slots, plan.tile_q, 1)  # running sum of exp(score - top)
-        self.k = buffer(plan.tile_k, problem.head_dim)
-        self.v = buffer(plan.tile_k, width)
-        self.scores = buffer(slots, plan.tile_q, plan.tile_k)
-        self.values = buffer(slots, _PARTS, plan.tile_q, width)  # one for each part of the keys
-        self.column = buffer(slots, plan.tile_q, 1)
+        slots = max(len(chunk.tiles) for chunk in chunks)
+        span = max(chunk.span for chunk in chunks)
+        padded = max(chunk.padded for chunk in chunks)
+        products = max(chunk.span * len(chunk.tiles) * chunk.padded for chunk in chunks)  # rows of
+        self.q = buffer(slots, padded, problem.head_dim)
+        self.acc = buffer(slots, padded, width)
+        self.total = buffer(slots, padded, 1)  # running sum of exp(score - top)
+        self.top = buffer(slots, padded, 1)  # running row maximum
+        self.k = buffer(span * plan.tile_k, problem.head_dim)
+        self.v = np.zeros((span * plan.tile_k, width), plan.compute)
+        self.scores = buffer(products * plan.tile_k)
+        self.spare = buffer(products * plan.tile_k)
+        self.parts = buffer(products * PARTS * width)
+
+
+def _view(buffer: Array, *shape: int) -> Array:
+    """The first elements of a flat buffer, in a shape."""
+    return buffer[: math.prod(shape)].reshape(shape)
+
+
+def _attend(plan: Plan, scratch: _Scratch, chunk: Chunk, q: Array, k: Array, v: Array, head_kv: int) -> Array:
+    """Results of a chunk, (tiles, rows, head_dim_v); q is (seqlen_q, heads_q, dim), k and v are (seqlen_k, dim)."""
+    slots = slice(0, len(chunk.tiles))
+    total = scratch.total[slots, : chunk.rows]
+    acc = scratch.acc[slots, : chunk.rows, : plan.problem.head_dim_v]
+    _run_chunk(plan, scratch, chunk, q, k, v, head_kv)
+    divisor = np.where(total == 0, 1, total)
+    bad = ~np.isfinite(acc)
+    result: Array = np.divide(acc, divisor)
+    # NaN or inf: masked values (0 * NaN), or sums that overflowed, or rightly so. Element by element, so that rows do
+    # not depend on each other.
+    for v_scale in (1.0, _V_SCALE):
+        if not bad.any():
+            break
+        _run_chunk(plan, scratch, chunk, q, k, v, head_kv, v_scale)
+        np.copyto(result, np.divide(acc, divisor) / plan.compute.type(v_scale), where=bad)
+        bad &= ~np.isfinite(acc)
+    return result
 
 
 def _run_chunk(
-    plan: _Plan, scratch: _Scratch, chunk: tuple[_Tile, ...], q: Array, k: Array, v: Array, head_kv: int
+    plan: Plan,
+    scratch: _Scratch,
+    chunk: Chunk,
+    q: Array,
+    k: Array,
+    v: Array,
+    head_kv: int,
+    v_scale: float | None = None,
 ) -> None:
-    """Online softmax of a chunk of query tiles; q is (seqlen_q, heads_q, dim), k and v are (seqlen_k, dim)."""
-    for slot, tile in enumerate(chunk):
-        _load_queries(plan, scratch, slot, tile, q[:, head_kv * plan.problem.group + tile.head])
-    for index in range(min(tile.first for tile in chunk), max(tile.stop for tile in chunk)):
-        # Both ends of a tile's range grow with its start, so the tiles that see this key tile are neighbours.
-        users = [slot for slot, tile in enumerate(chunk) if tile.first <= index < tile.stop]
-        if not users:
-            continue
-        start = index * plan.tile_k
-        values = scratch.v[:, : plan.problem.head_dim_v]
-        _load(scratch.k, k[start : start + plan.tile_k])
-        _load(values, v[start : start + plan.tile_k])
-        finite, special = np.isfinite(values), None
-        if not finite.all():
-            special = np.where(finite, 0, values)
-            values[~finite] = 0
-        _update(plan, scratch, chunk, slice(users[0], users[-1] + 1), start, special)
+    """Online softmax of a chunk of query tiles into `scratch`; with `v_scale`, on scaled V without NaN and inf."""
+    for slot, tile in enumerate(chunk.tiles):
+        _load_queries(plan, scratch, slot, chunk.padded, tile, q[:, head_kv * plan.problem.group + tile.head])
+    in_place = chunk.padded < plan.tile_q and v_scale is None and _can_stay(plan, k, v)
+    index = chunk.first
+    while index < chunk.stop:
+        count = min(chunk.span, chunk.stop - index)
+        whole = (index + count) * plan.tile_k <= len(k)
+        if in_place and not whole and count > 1:  # the last tile, which needs padding, comes alone
+            count, whole = count - 1, True
+        # Both ends of a tile's range grow with its start, so the tiles that see these key tiles are neighbours.
+        users = [i for i, tile in enumerate(chunk.tiles) if tile.first < index + count and index < tile.stop]
+        if users:
+            rows = slice(index * plan.tile_k, (index + count) * plan.tile_k)
+            keys, values, special = k[rows], v[rows], None
+            if not (in_place and whole):
+                keys = _load(scratch.k[: count * plan.tile_k], keys)
+                values = _load(scratch.v[: count * plan.tile_k], values)
+            if v_scale is not None:
+                special = np.where(np.isfinite(values), 0, values)
+                np.copyto(values, 0, where=special != 0)
+                np.multiply(values, plan.compute.type(v_scale), out=values)
+            tiles = slice(users[0], users[-1] + 1)
+            _update(plan, scratch, chunk, tiles, rows.start, keys, values, special)
+        index += count
 
 
-def _load(buffer: Array, rows: Array) -> None:
-    """Copy rows to the compute dtype and zero the padding."""
-    np.copyto(buffer[: len(rows)], rows)
+def _can_stay(plan: Plan, k: Array, v: Array) -> bool:
+    """Whether the products may read K and V where they lie."""
+    problem, compute = plan.problem, plan.compute
+    if plan.width != problem.head_dim_v or not (is_blas_matrix(k, compute) and is_blas_matrix(v, compute)):
+        return False
+    return strides_keep_bits(compute.name, problem.head_dim, problem.head_dim_v, plan.tile_q, plan.tile_k)
+
+
+def _load(buffer: Array, rows: Array) -> Array:
+    """Copy rows to the compute dtype and zero the rows that are missing."""
+    np.copyto(buffer[: len(rows), : rows.shape[1]], rows)
     buffer[len(rows) :] = 0
+    return buffer
 
 
-def _load_queries(plan: _Plan, scratch: _Scratch, slot: int, tile: _Tile, q: Array) -> None:
-    queries = scratch.q[slot, : tile.padded]
-    _load(queries, q[tile.start : tile.start + tile.rows])
+def _load_queries(plan: Plan, scratch: _Scratch, slot: int, padded: int, tile: Tile, q: Array) -> None:
+    queries = _load(scratch.q[slot, :padded], q[tile.start : tile.start + tile.rows])
     if plan.scale_before is not None:
         np.multiply(queries, plan.scale_before, out=queries)
     scratch.acc[slot] = 0
@@ -267,81 +245,74 @@ def _load_queries(plan: _Plan, scratch: _Scratch, slot: int, tile: _Tile, q: Arr
 
 
 def _update(
-    plan: _Plan, scratch: _Scratch, chunk: tuple[_Tile, ...], slots: slice, start: int, special: Array | None
+    plan: Plan,
+    scratch: _Scratch,
+    chunk: Chunk,
+    slots: slice,
+    start: int,
+    keys: Array,
+    values: Array,
+    special: Array | None,
 ) -> None:
-    """Add the key/value tile that begins at key `start` to the running state of the query tiles in `slots`.
+    """Add key/value tiles, (tiles * tile_k, dim) from key `start` on, to the running state of the tiles in `slots`.
 
     All of them go through each NumPy call together: the products keep their shape (NumPy makes one BLAS call a tile),
-    and the long calls without the GIL are what lets the workers overlap.
+    and the long calls without the GIL are what lets the workers overlap. The sums still run tile by tile.
     """
-    rows, padded = chunk[0].rows, chunk[0].padded  # the same in a whole chunk
-    products = scratch.scores[slots, :padded]
-    np.matmul(scratch.q[slots, :padded], scratch.k.T, out=products)
-    scores = products[:, :rows]  # the padding rows may hold anything: nothing reads them
+    rows, count, slot_count = chunk.rows, len(keys) // plan.tile_k, slots.stop - slots.start
+    products = _view(scratch.scores, count, slot_count, chunk.padded, plan.tile_k)
+    scores = products[:, :, :rows]  # the padding rows may hold anything: nothing reads them
+    score_products(scratch.q[slots, : chunk.padded], _tiles(keys, count), products, scratch.spare)
+    _finish_scores(plan, scores)
+    masks = _mask(plan, chunk.tiles[slots], start, scores)
+
+    tops = np.empty((count + 1, slot_count, rows, 1), plan.compute)  # running, before and after each key tile
+    tops[0] = scratch.top[slots, :rows]
+    np.maximum.reduce(scores, axis=-1, keepdims=True, out=tops[1:])
+    np.maximum.accumulate(tops, axis=0, out=tops)
+    scratch.top[slots, :rows] = tops[-1]
+    rescale = np.exp(tops[:-1] - tops[1:])
+    np.subtract(scores, tops[1:], out=scores)
+    np.exp(scores, out=scores)
+    sums = np.add.reduce(scores, axis=-1, keepdims=True)
+    parts = _view(scratch.parts, count, slot_count, PARTS, chunk.padded, plan.width)
+    value_products(products, _tiles(values, count)[:, None], parts)
+    weighted = parts[:, :, 0, :rows]
+    for part in range(1, PARTS):
+        np.add(weighted, parts[:, :, part, :rows], out=weighted)
+    if special is not None:
+        for (tile, slot), hidden in masks.items():
+            _add_special(weighted[tile, slot], scores[tile, slot], _tiles(special, count)[tile], hidden)
+    total, acc = scratch.total[slots, :rows], scratch.acc[slots, :rows]
+    for factor, addend, value in zip(rescale, sums, weighted, strict=True):
+        np.multiply(total, factor, out=total)
+        np.add(total, addend, out=total)
+        np.multiply(acc, factor, out=acc)
+        np.add(acc, value, out=acc)
+
+
+def _tiles(rows: Array, count: int) -> Array:
+    """View (count * tile_k, dim) as (count, tile_k, dim)."""
+    tiles: Array = rows.reshape(count, -1, rows.shape[1])
+    return tiles
+
+
+def _finish_scores(plan: Plan, scores: Array) -> None:
     if plan.scale_after is not None:
         np.multiply(scores, plan.scale_after, out=scores, casting="same_kind")
     if plan.softcap is not None:
         np.tanh(scores, out=scores)
         np.multiply(scores, plan.softcap, out=scores, casting="same_kind")
-    masks = [_hidden(plan, tile, start) for tile in chunk[slots]]
-    for tile_scores, hidden in zip(scores, masks, strict=True):
+
+
+def _mask(plan: Plan, tiles: tuple[Tile, ...], start: int, scores: Array) -> dict[tuple[int, int], Array | None]:
+    """Write -inf where a key is hidden; the masks by (key tile, query tile)."""
+    masks = {}
+    for at in np.ndindex(scores.shape[:2]):
+        hidden = masks[at] = plan.hidden(tiles[at[1]], start + at[0] * plan.tile_k)
         if hidden is not None:
-            np.copyto(tile_scores, -np.inf, where=hidden)
-
-    top, total = scratch.top[slots, :rows], scratch.total[slots, :rows]
-    column, acc = scratch.column[slots, :rows], scratch.acc[slots, :rows]
-    np.maximum.reduce(scores, axis=-1, keepdims=True, out=column)
-    np.maximum(column, top, out=column)
-    np.subtract(top, column, out=top)
-    rescale = np.exp(top)
-    np.copyto(top, column)
-    np.subtract(scores, column, out=scores)
-    np.exp(scores, out=scores)
-    np.add.reduce(scores, axis=-1, keepdims=True, out=column)
-    np.multiply(total, rescale, out=total)
-    np.add(total, column, out=total)
-    parts = scratch.values[slots, :, :padded]
-    np.matmul(_split(products), scratch.v.reshape(_PARTS, -1, scratch.v.shape[1]), out=parts)
-    values = parts[:, 0, :rows]
-    for part in range(1, _PARTS):
-        np.add(values, parts[:, part, :rows], out=values)
-    if special is not None:
-        for tile_values, weights, hidden in zip(values, scores, masks, strict=True):
-            _add_special(tile_values[:, : special.shape[1]], weights, special, hidden)
-    np.multiply(acc, rescale, out=acc)
-    np.add(acc, values, out=acc)
-
-
-def _split(weights: Array) -> Array:
-    """View (..., rows, tile_k) as (..., parts, rows, tile_k / parts)."""
-    split: Array = weights.reshape(*weights.shape[:-1], _PARTS, -1).swapaxes(-2, -3)
-    return split
-
-
-def _hidden(plan: _Plan, tile: _Tile, start: int) -> Array | None:
-    """True where a key of the tile is masked or past the end, (rows, tile_k); None when all are visible."""
-    problem, offset = plan.problem, start - tile.start
-    lowest, highest = offset - (tile.rows - 1), offset + plan.tile_k - 1  # diagonals that the tile touches
-    hidden: Array | None = None
-    differences = _differences(plan.tile_q, plan.tile_k)[: tile.rows]
-    if problem.diag_upper is not None and highest > problem.diag_upper:
-        hidden = differences > problem.diag_upper - offset
-    if problem.diag_lower is not None and lowest < problem.diag_lower:
-        below = differences < problem.diag_lower - offset
-        hidden = below if hidden is None else np.logical_or(hidden, below, out=hidden)
-    if start + plan.tile_k > problem.seqlen_k:
-        if hidden is None:
-            hidden = np.zeros((tile.rows, plan.tile_k), bool)
-        hidden[:, problem.seqlen_k - start :] = True
-    return hidden
-
-
-@lru_cache(maxsize=8)
-def _differences(tile_q: int, tile_k: int) -> Array:
-    """Key minus query position inside a tile, read-only (tile_q, tile_k)."""
-    differences = np.arange(tile_k, dtype=np.int64)[None, :] - np.arange(tile_q, dtype=np.int64)[:, None]
-    differences.setflags(write=False)
-    return differences
+            np.copyto(scores[at], -np.inf, where=hidden)
+    return masks
 
 
 def _add_special(values: Array, weights: Array, special: Array, hidden: Array | None) -> None:
@@ -360,62 +331,12 @@ def _add_special(values: Array, weights: Array, special: Array, hidden: Array | 
     values[poisoned > 0] = np.nan
 
 
-def _store_chunk(
-    plan: _Plan, scratch: _Scratch, chunk: tuple[_Tile, ...], out: Array, lse: Array | None, head_kv: int
+def _store(
+    plan: Plan, scratch: _Scratch, chunk: Chunk, result: Array, out: Array, lse: Array | None, head_kv: int
 ) -> None:
-    for slot, tile in enumerate(chunk):
+    for slot, tile in enumerate(chunk.tiles):
         head, rows = head_kv * plan.problem.group + tile.head, slice(tile.start, tile.start + tile.rows)
-        acc = scratch.acc[slot, : tile.rows, : plan.problem.head_dim_v]
-        total = scratch.total[slot, : tile.rows]
-        empty = total == 0
-        np.divide(acc, np.where(empty, 1, total), out=acc)
-        np.copyto(out[rows, head], acc, casting="unsafe")
+        np.copyto(out[rows, head], result[slot], casting="unsafe")
         if lse is not None:
-            top = scratch.top[slot, : tile.rows]
-            lse[head, rows] = np.where(empty, -np.inf, top + np.log(total))[:, 0]
-
-
-class _BlasGuard:
-    """Limits BLAS to one thread while any call is inside; the limit is the process's, so calls are counted."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._controller: ThreadpoolController | None = None
-        self._limit: Any = None
-        self._inside = 0
-
-    def enter(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                if self._controller is None:  # finding the libraries takes about a millisecond: once
-                    self._controller = ThreadpoolController().select(user_api="blas")
-                self._limit = self._controller.limit(limits=1)
-            self._inside += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                self._limit.restore_original_limits()
-
-    def after_fork(self) -> None:
-        """A child has only the forking thread: whoever was inside, or held the lock, is gone."""
-        self._lock = threading.Lock()
-        if self._inside:
-            self._inside = 0
-            if self._limit is not None:
-                self._limit.restore_original_limits()
-
-
-_guard = _BlasGuard()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_guard.after_fork)
-
-
-@contextlib.contextmanager
-def _one_blas_thread() -> Iterator[None]:
-    _guard.enter()
-    try:
-        yield
-    finally:
-        _guard.leave()
+            top, total = scratch.top[slot, : tile.rows, 0], scratch.total[slot, : tile.rows, 0]
+            lse[head, rows] = np.where(total == 0, -np.inf, top + np.log(total))

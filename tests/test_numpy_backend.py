@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
-from cuflash import numpy_backend
+from cuflash import blas, numpy_backend
 from cuflash.problem import check_options, make_problem
 from cuflash.reference import attention_reference, check_forward
 from cuflash.variants.base import CPU, DeviceInfo, Operand, Operands
@@ -209,6 +209,46 @@ def test_bad_value_keeps_its_kind_and_its_column(bad):
     assert np.isnan(attend(q, k, v)[0][..., 3]).all()  # inf - inf
 
 
+@pytest.mark.parametrize("dtype", [BF16, np.float32, np.float64], ids=lambda t: np.dtype(t).name)
+def test_values_near_the_largest_number(dtype):
+    q, k, v = inputs(b=2, m=70, n=600, hq=2, d=16, dtype=dtype)
+    ordinary, ordinary_lse = attend(q, k, v, causal=True)
+    v[0] = (v[0].astype(np.float64) * (0.2 * float(ml_dtypes.finfo(dtype).max))).astype(dtype)
+    v[0, :, :, :8] = np.abs(v[0, :, :, :8])  # sums of these overflow before they are normalised
+    v[:, 580] = np.nan  # beside a key that half of the rows see
+    out, lse = attend(q, k, v, causal=True)
+    assert np.isfinite(out[0, :50].astype(np.float64)).all() and np.isnan(out[:, 50:].astype(np.float64)).all()
+    check_forward(out, q, k, v, causal=True)
+    assert_same_bits(out[1, :50], ordinary[1, :50])  # the other batch entry is what it was
+    assert_same_bits(lse, ordinary_lse)
+    for row in (0, 49):
+        alone = attend(q[:, row : row + 1], k[:, : 531 + row], v[:, : 531 + row], causal=True)
+        assert_same_bits(alone[0], out[:, row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float32, np.float64], ids=lambda t: np.dtype(t).name)
+@pytest.mark.parametrize("d", [16, 48, 64, 256])
+@pytest.mark.parametrize("n", [255, 256, 2560, 3001])
+def test_few_queries_have_the_bits_of_many(dtype, d, n):
+    """Few rows read K and V where they lie, several key tiles at a time."""
+    q, k, v = inputs(m=300, n=n, hq=4, hkv=2, d=d, dtype=dtype)
+    out, lse = attend(q, k, v)
+    for rows in (slice(0, 1), slice(299, 300), slice(17, 40)):
+        got, got_lse = attend(q[:, rows], k, v)
+        assert_same_bits(got, out[:, rows])
+        assert_same_bits(got_lse, lse[..., rows])
+        gone = attend(q[:, rows], np.ascontiguousarray(k[:, ::-1])[:, ::-1], v)  # rows that BLAS cannot read
+        assert_same_bits(gone[0], got)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=lambda t: np.dtype(t).name)
+@pytest.mark.parametrize("d", [31, 100, 128, 256])
+def test_short_problems_of_wide_heads_round_as_little_as_two_passes(dtype, d):
+    for seed in range(0, 60, 3):
+        q, k, v = inputs(b=4, m=16, n=64, d=d, dv=64, dtype=dtype, seed=seed)
+        check_forward(attend(q, k, v)[0], q, k, v)
+
+
 @pytest.mark.parametrize("bad", BAD, ids=str)
 def test_a_bad_query_touches_its_own_row_only(bad):
     q, k, v = inputs(m=70, n=80)
@@ -267,7 +307,7 @@ def test_blas_that_differs_for_few_rows_gets_full_tiles(monkeypatch):
     calls = []
     real = np.array_equal
     monkeypatch.setattr(np, "array_equal", lambda a, b: calls.append(a.shape) or (a.shape[-2] > 64 and real(a, b)))
-    counts = numpy_backend.row_counts.__wrapped__("float32", 64, 64, 256, 256)
+    counts = blas.row_counts.__wrapped__("float32", 64, 64, 256, 256)
     assert counts[-1] == 256 and min(counts) > 64 and calls
 
 

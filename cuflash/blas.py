@@ -1,0 +1,171 @@
+"""Matrix products whose bits do not depend on the batch: what NumPy's BLAS is asked for, and under which limits.
+
+A BLAS picks kernels by the shape of a product, and kernels sum in different orders. So the products of attention have
+few shapes, BLAS runs with one thread, and what else may vary is measured here, not assumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+Array = np.ndarray[Any, Any]
+
+# Long chains of sums round more than those of the error rule's yardstick, whose products BLAS sums by other kernels
+# when they are small. So the sum over a key tile is made of PARTS shorter ones, and a score of chains of COLUMNS or
+# fewer (half as many up to that head_dim, where the yardstick rounds least). Each costs some 5 to 10 % of the time.
+PARTS = 4
+COLUMNS = 32
+_LARGE = 1 << 15  # elements of a product
+
+
+def padded_dim(head_dim_v: int) -> int:
+    """Columns of the value tiles: OpenBLAS gives few rows the bits of many only for multiples of 16."""
+    return -(-head_dim_v // 16) * 16
+
+
+def score_products(q: Array, k: Array, out: Array, spare: Array) -> None:
+    """``q @ k.T`` of all pairs: q (slots, rows, dim), k (tiles, keys, dim), out (tiles, slots, rows, keys).
+
+    `spare` is a flat buffer of as many elements as `out`, or as one product when those are large.
+    """
+    dim = q.shape[-1]
+    step = -(-dim // max(-(-dim // COLUMNS), 2 if dim > COLUMNS // 2 else 1))
+    if dim > step and out[0, 0].size >= _LARGE:  # one by one, so that sums stay in the cache
+        for tile, slot in np.ndindex(out.shape[:2]):
+            _sum_products(q[slot], k[tile].T, out[tile, slot], spare, step)
+    else:
+        _sum_products(q, k[:, None].swapaxes(-1, -2), out, spare, step)
+
+
+def _sum_products(q: Array, k: Array, out: Array, spare: Array, step: int) -> None:
+    np.matmul(q[..., :step], k[..., :step, :], out=out)
+    if step < q.shape[-1]:
+        addend = spare[: out.size].reshape(out.shape)
+        for start in range(step, q.shape[-1], step):
+            np.matmul(q[..., start : start + step], k[..., start : start + step, :], out=addend)
+            np.add(out, addend, out=out)
+
+
+def value_products(weights: Array, v: Array, out: Array) -> None:
+    """Products of parts of the keys: (..., rows, keys) by (..., keys, width) into `out`, (..., PARTS, rows, width)."""
+    split = weights.reshape(*weights.shape[:-1], PARTS, -1).swapaxes(-2, -3)
+    np.matmul(split, v.reshape(*v.shape[:-2], PARTS, -1, v.shape[-1]), out=out)
+
+
+def is_blas_matrix(x: Array, dtype: np.dtype[Any]) -> bool:
+    """Whether NumPy hands rows of the matrix `x` to BLAS without copying them."""
+    step = x.strides[0] // x.itemsize
+    return (
+        x.dtype == dtype
+        and x.flags.aligned
+        and x.strides[1] == x.itemsize
+        and x.strides[0] % x.itemsize == 0
+        and x.shape[1] <= step < 2**31
+    )
+
+
+@lru_cache(maxsize=256)
+def row_counts(compute: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) -> tuple[int, ...]:
+    """Row counts, ascending and ending with `tile_q`, whose products have the bits of the first rows of full ones."""
+    measured = _Products(compute, head_dim, head_dim_v, tile_q, tile_k)
+    good = [tile_q]
+    for rows in (tile_q >> shift for shift in range(1, 6)):
+        if rows < 8 or not measured.same(rows):
+            break
+        good.append(rows)
+    return tuple(reversed(good))
+
+
+@lru_cache(maxsize=256)
+def strides_keep_bits(compute: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) -> bool:
+    """Whether products of K and V rows that lie apart in memory have the bits of those that are contiguous."""
+    measured = _Products(compute, head_dim, head_dim_v, tile_q, tile_k)
+    measured.k, measured.v = _apart(measured.k), _apart(measured.v)
+    return all(measured.same(rows) for rows in row_counts(compute, head_dim, head_dim_v, tile_q, tile_k))
+
+
+def _apart(x: Array) -> Array:
+    """A copy of the matrix whose rows are not contiguous with each other and not aligned to cache lines."""
+    wide = np.zeros((len(x), 3 * x.shape[1] + 1), x.dtype)
+    wide[:, 1 : 1 + x.shape[1]] = x
+    return wide[:, 1 : 1 + x.shape[1]]
+
+
+class _Products:
+    """Both products of a full tile of random data, to compare others with."""
+
+    def __init__(self, compute: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) -> None:
+        rng, width = np.random.default_rng(0), padded_dim(head_dim_v)
+        self.q, self.k, self.p, self.v = (
+            rng.standard_normal(shape).astype(compute)
+            for shape in ((tile_q, head_dim), (tile_k, head_dim), (tile_q, tile_k), (tile_k, width))
+        )
+        self.scores, self.values = self._compute(tile_q)
+
+    def _compute(self, rows: int) -> tuple[Array, Array]:
+        scores = np.empty((1, 1, rows, len(self.k)), self.q.dtype)
+        values = np.empty((PARTS, rows, self.v.shape[1]), self.q.dtype)
+        with one_blas_thread():
+            score_products(self.q[None, :rows], self.k[None], scores, np.empty(scores.size, scores.dtype))
+            value_products(self.p[:rows], self.v, values)
+        return scores[0, 0], values
+
+    def same(self, rows: int) -> bool:
+        """Whether the first rows alone have the bits of the full tile."""
+        scores, values = self._compute(rows)
+        return np.array_equal(scores, self.scores[:rows]) and np.array_equal(values, self.values[:, :rows])
+
+
+class _BlasGuard:
+    """Limits BLAS to one thread while any call is inside; the limit is the process's, so calls are counted."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._controller: ThreadpoolController | None = None
+        self._limit: Any = None
+        self._inside = 0
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                if self._controller is None:  # finding the libraries takes about a millisecond: once
+                    self._controller = ThreadpoolController().select(user_api="blas")
+                self._limit = self._controller.limit(limits=1)
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._limit.restore_original_limits()
+
+    def after_fork(self) -> None:
+        """A child has only the forking thread: whoever was inside, or held the lock, is gone."""
+        self._lock = threading.Lock()
+        if self._inside:
+            self._inside = 0
+            if self._limit is not None:
+                self._limit.restore_original_limits()
+
+
+_guard = _BlasGuard()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_guard.after_fork)
+
+
+@contextlib.contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """Hold BLAS to one thread in the whole process; may be entered by several threads at once."""
+    _guard.enter()
+    try:
+        yield
+    finally:
+        _guard.leave()
