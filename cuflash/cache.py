@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -129,7 +130,16 @@ class Store:
     def _warn_once(self, topic: str, message: str) -> None:
         if topic not in self._warned:
             self._warned.add(topic)
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            warnings.warn(message, RuntimeWarning, stacklevel=_caller_level())
+
+
+def _caller_level() -> int:
+    """The stacklevel with which the calling function's warning shows the line of the user that led to it."""
+    package = os.path.dirname(__file__) + os.sep
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _directory(base: Path, key: str) -> Path:
@@ -308,7 +318,7 @@ def default_store() -> Store:
                 "there is no home directory for the kernel cache, so compiled kernels are lost at exit; "
                 "set CUFLASH_CACHE_DIR to a writable directory",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=_caller_level(),
             )
     with _guard:
         return _stores.setdefault(root, Store(root))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 from cuflash import select
 from cuflash.api import check_frameworks, to_native
 from cuflash.arrays import DLPackAdapter, adapter_of
+from cuflash.device import is_present
 from cuflash.io_model import Algorithm, compulsory_bytes, forward_bytes
 from cuflash.plan import NAMES, check_call, contiguous_operands
 from cuflash.problem import Causal, Layout, Problem, check_options
@@ -17,6 +19,10 @@ from cuflash.variants.base import DeviceInfo, Operands
 _ALGORITHMS: tuple[Algorithm, ...] = ("standard", "flash-1", "flash-2")
 _CPU_CACHE = 1 << 20  # fast memory assumed for the traffic model on a CPU: a typical per-core L2
 _TILE = 128  # query rows assumed where no variant says
+_FOLLOWS: Mapping[str, Algorithm] = {"sm80": "flash-2", "numpy": "flash-2"}  # whose loop order a variant has
+_FIRST = ("tile", "stages", "threads", "shared_bytes")  # of a Config, what tells most
+_WIDTH = 120
+_UNBROKEN = "\u00a0"  # a space at which textwrap does not break a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +38,11 @@ class Explanation:
     config : dict
         Its own account of tile, stages, threads and shared memory.
     build : dict
-        Registers, spills and so on from the compiler, where the variant reports them.
+        Registers, spills and so on from the compiler, where the variant reports them; ``"unknown"`` with the reason
+        where there is no compiler.
     hbm_bytes : dict
-        Predicted bytes to and from device memory: ``"minimum"`` (each array once), ``"standard"`` (scores written
-        out), ``"flash-1"`` and ``"flash-2"`` (no reuse between tiles beyond one block's fast memory).
+        Predicted bytes to and from device memory: ``"minimum"`` (each element that matters once), ``"standard"``
+        (scores written out), ``"flash-1"`` and ``"flash-2"`` (no reuse between tiles beyond one block's fast memory).
     flops : int
         Of both matrix products over the visible pairs.
     copies : dict
@@ -71,14 +78,42 @@ class Explanation:
             f"device    {describe_device(self.device)}",
             f"variant   {self.variant or 'none can run this problem'}",
         ]
-        for label, facts in (("config", self.config), ("build", self.build)):
-            if facts:
-                lines.append(f"{label:<10}" + ", ".join(f"{name} {value}" for name, value in facts.items()))
+        if self.config:
+            lines += _wrapped("config", (f"{name} {value}" for name, value in _telling_first(self.config)))
+        if self.build:
+            lines += _wrapped("build", _describe_build(self.build))
         lines.append(f"work      {self.flops:.4g} FLOP over {self.problem.visible_pairs()} visible pairs a head")
-        lines.append("traffic   " + ", ".join(f"{name} {_size(n)}" for name, n in self.hbm_bytes.items()) + " (model)")
+        order = _FOLLOWS.get(self.variant or "")
+        own = f"; {self.variant} follows {order}" if order else ""
+        traffic = ", ".join(f"{name} {_size(n)}" for name, n in self.hbm_bytes.items())
+        lines.append(f"traffic   {traffic} (model{own})")
         lines += [f"copied    {name}: {reason}" for name, reason in self.copies.items()]
         lines += [f"not used  {name}: {reason}" for name, reason in self.others.items()]
         return "\n".join(lines)
+
+
+def _wrapped(label: str, facts: Iterable[str]) -> list[str]:
+    whole = ", ".join(fact.replace(" ", _UNBROKEN) for fact in facts)
+    indent = " " * 10
+    lines = textwrap.wrap(
+        whole, _WIDTH, initial_indent=f"{label:<10}", subsequent_indent=indent, break_long_words=False
+    )
+    return [line.replace(_UNBROKEN, " ") for line in lines]
+
+
+def _telling_first(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return sorted(config.items(), key=lambda fact: _FIRST.index(fact[0]) if fact[0] in _FIRST else len(_FIRST))
+
+
+def _describe_build(build: Mapping[str, Any]) -> Iterable[str]:
+    for name, value in build.items():
+        if name == "unknown":
+            yield f"not known: {value}"
+        elif name == "from_cache":
+            if value:
+                yield "cached"
+        else:
+            yield f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}"
 
 
 def describe_problem(problem: Problem) -> str:
@@ -93,10 +128,12 @@ def describe_problem(problem: Problem) -> str:
 
 
 def describe_device(device: DeviceInfo) -> str:
-    """One line: name and, for a GPU, architecture and shared memory."""
+    """One line: name and, for a GPU, architecture, shared memory and whether it is there."""
     if device.kind == "cpu":
         return device.name
     shared = f"{device.shared_memory // 1024} KiB shared memory a block"
+    if not is_present(device):
+        return f"{device.arch}, as on an {device.name} ({device.multiprocessors} SMs, {shared})"
     return f"cuda:{device.index} {device.name} ({device.arch}, {device.multiprocessors} SMs, {shared})"
 
 
@@ -145,6 +182,18 @@ def explain(
     ------
     TypeError, ValueError
         As :func:`cuflash.attention` does for arrays and options that do not fit.
+
+    Examples
+    --------
+    >>> import cuflash, numpy as np
+    >>> q = np.zeros((1, 1000, 8, 64), np.float32)
+    >>> plan = cuflash.explain(q, q, q, causal=True)
+    >>> plan.variant
+    'numpy'
+    >>> print(plan.others["sm80"])
+    runs on CUDA arrays; these are on the CPU, and cuflash never moves data between devices
+    >>> plan.hbm_bytes["minimum"]
+    8192000
     """
     options = check_options(causal, window, softcap, scale, layout)
     adapter = adapter_of(q, "q")
@@ -185,10 +234,13 @@ def explain_problem(
         If `variant` is not a known name.
     """
     select.check_variant(variant)
-    operands = contiguous_operands(problem) if operands is None else operands
+    arrays, operands = operands is not None, contiguous_operands(problem) if operands is None else operands
     chosen, others = None, {}
-    for name in select.REGISTRY:
+    for name, entry in select.REGISTRY.items():
         reason = select.why_not(name, problem, operands, device)
+        if not arrays and entry.device_kind != device.kind:  # select speaks of arrays that are somewhere
+            kind = "CPU" if entry.device_kind == "cpu" else "CUDA"
+            reason = f"runs on {kind} arrays, and cuflash never moves data between devices"
         if variant is not None and name != variant:
             others[name] = reason or f"can run it, but variant={variant!r} was asked for"
         elif reason is not None:
@@ -210,7 +262,10 @@ def _account(
     variant = select.load(name)
     config = variant.config(problem, operands, device)
     report = getattr(variant, "report", None)
-    build: Any = {} if report is None else report(config, device)
+    try:
+        build: Any = {} if report is None else report(config, device)
+    except ImportError:  # all but the compiler's own account can still be told
+        build = {"unknown": "needs cuda-core and NVRTC; pip install 'cuflash[cuda13]'"}
     if is_dataclass(build) and not isinstance(build, type):
         build = asdict(build)
     described: Mapping[str, Any] = config.describe()

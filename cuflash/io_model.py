@@ -18,9 +18,13 @@ _STATE_BYTES = 4  # of each running maximum or sum
 
 
 def compulsory_bytes(problem: Problem) -> int:
-    """Every input element read once and every output element written once."""
-    q, kv, out = _array_bytes(problem)
-    return q + kv + out
+    """Every input element that the result depends on read once, and every output element written once."""
+    p = problem
+    keys = _rows_seen(p.seqlen_q, p.seqlen_k, max(p.seqlen_q, 1), p.diag_lower, p.diag_upper)
+    upper, lower = _negated(p.diag_lower), _negated(p.diag_upper)
+    queries = _rows_seen(p.seqlen_k, p.seqlen_q, max(p.seqlen_k, 1), lower, upper)
+    read = p.heads_q * queries * p.head_dim + p.heads_kv * keys * (p.head_dim + p.head_dim_v)
+    return p.batch * read * p.itemsize + _array_bytes(p)[2]
 
 
 def forward_bytes(problem: Problem, algorithm: Algorithm, tile_m: int, cache_bytes: int) -> int:
@@ -51,6 +55,7 @@ def forward_bytes(problem: Problem, algorithm: Algorithm, tile_m: int, cache_byt
     Returns
     -------
     int
+        0 when the output has no element, since nothing is launched.
 
     Raises
     ------
@@ -59,14 +64,16 @@ def forward_bytes(problem: Problem, algorithm: Algorithm, tile_m: int, cache_byt
     """
     if tile_m < 1 or cache_bytes < 1:
         raise ValueError(f"tile_m={tile_m} and cache_bytes={cache_bytes} must be positive")
+    if algorithm not in ("standard", "flash-1", "flash-2"):
+        raise ValueError(f"algorithm={algorithm!r} is not known; use 'standard', 'flash-1' or 'flash-2'")
+    if problem.is_empty:
+        return 0
     if algorithm == "standard":
         scores = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
-        return compulsory_bytes(problem) + 4 * scores * problem.itemsize
+        return sum(_array_bytes(problem)) + 4 * scores * problem.itemsize
     if algorithm == "flash-1":
         return _flash1_bytes(problem, cache_bytes)
-    if algorithm == "flash-2":
-        return _flash2_bytes(problem, tile_m, cache_bytes)
-    raise ValueError(f"algorithm={algorithm!r} is not known; use 'standard', 'flash-1' or 'flash-2'")
+    return _flash2_bytes(problem, tile_m, cache_bytes)
 
 
 def _array_bytes(problem: Problem) -> tuple[int, int, int]:
@@ -106,6 +113,8 @@ def _negated(diagonal: int | None) -> int | None:
 
 def _rows_seen(outer: int, inner: int, block: int, lower: int | None, upper: int | None) -> int:
     """Sum over blocks of outer positions o of the inner positions i that one of them sees: lower <= i - o <= upper."""
+    if lower is not None and upper is not None and lower > upper:
+        return 0
     first = np.arange(0, outer, block, dtype=np.int64)
     last = np.minimum(first + block, outer) - 1
     start = np.zeros_like(first) if lower is None else np.clip(first + lower, 0, inner)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cuflash.device import device_info, known_device
+from cuflash.measure import gpu_problem
 from cuflash.plan import contiguous_operands
 from cuflash.problem import Options, Problem, make_problem
 from cuflash.select import select
@@ -49,11 +50,13 @@ def precompile(
 
     Parameters
     ----------
-    problems : Problem or iterable of Problem, optional
+    problems : cuflash.problem.Problem or iterable of Problem, optional
         What will be computed (lengths and batch size do not matter to the kernels). None is head dims 64 and 128 in
-        bfloat16 and float16, with and without a causal mask; see :func:`usual_problems` for others.
+        bfloat16 and float16, with and without a causal mask; `usual_problems` of the module ``cuflash.precompile``
+        makes others of that kind, and ``cuflash.explain(...).problem`` is the Problem of a call.
     arch : str or iterable of str, optional
-        For example ``"sm_90"`` or ``["sm_80", "sm_90"]``, compiled with no GPU. None is the current CUDA device.
+        For example ``"sm_90"`` (or ``"9.0"``) or ``["sm_80", "sm_90"]``, compiled with no GPU. None is the current CUDA
+        device.
     workers : int, optional
         Threads that compile; one a core when None.
     on_progress : callable, optional
@@ -66,21 +69,31 @@ def precompile(
 
     Raises
     ------
+    TypeError
+        When `problems`, `arch` or `workers` is of another type.
     ValueError
-        For an architecture that cuflash does not know.
+        For an architecture that cuflash does not know, or `workers` below 1.
+    RuntimeError
+        Without `arch`, when CuPy finds no GPU.
     UnsupportedProblem
         When no CUDA variant can run a problem on the device.
     CompilationError
         When a kernel does not compile.
     ImportError
-        When the compiler (or, without `arch`, CuPy) is not installed.
+        When the compiler is not installed.
+
+    Examples
+    --------
+    >>> import cuflash
+    >>> from cuflash.precompile import usual_problems
+    >>> kernels = cuflash.precompile(usual_problems([96], ["float16"]), arch=["sm_80", "sm_90"])
+    >>> [(kernel.arch, kernel.config.has_band) for kernel in kernels]
+    [('sm_80', False), ('sm_80', True), ('sm_90', False), ('sm_90', True)]
     """
     from cuflash import jit  # here, so that importing cuflash does not load the compiler's part
 
-    if problems is None:
-        problems = usual_problems()
-    builds = planned_kernels([problems] if isinstance(problems, Problem) else list(problems), _devices(arch))
-    step = workers or os.cpu_count() or 1
+    step = _workers(workers)
+    builds = planned_kernels(_problems(problems), _devices(arch))
     compiled: list[jit.CompiledKernel] = []
     for start in range(0, len(builds), step):
         batch = builds[start : start + step]
@@ -102,9 +115,35 @@ def planned_kernels(problems: Iterable[Problem], devices: Sequence[DeviceInfo]) 
     return list(builds)
 
 
-def _devices(arch: str | Iterable[str] | None) -> list[DeviceInfo]:
+def _workers(workers: object) -> int:
+    if workers is None:
+        return os.cpu_count() or 1
+    if not isinstance(workers, int):
+        raise TypeError(f"workers={workers!r} must be an int or None, not {type(workers).__name__}")
+    if workers < 1:
+        raise ValueError(f"workers={workers} must be at least 1; use None for one a core")
+    return workers
+
+
+def _problems(problems: Any) -> list[Problem]:
+    if problems is None:
+        return usual_problems()
+    found = [problems] if isinstance(problems, Problem) or not isinstance(problems, Iterable) else list(problems)
+    for problem in found:
+        if not isinstance(problem, Problem):
+            raise TypeError(
+                f"problems holds {problem!r}, of type {type(problem).__name__}, which is no cuflash.problem.Problem; "
+                "pass cuflash.explain(...).problem, or what cuflash.precompile.usual_problems() returns"
+            )
+    return found
+
+
+def _devices(arch: Any) -> list[DeviceInfo]:
     if arch is not None:
-        return [known_device(name) for name in ([arch] if isinstance(arch, str) else arch)]
+        names = arch if isinstance(arch, Iterable) and not isinstance(arch, str) else [arch]
+        return [known_device(name) for name in names]
+    if problem := gpu_problem():
+        raise RuntimeError(f"{problem}; name an architecture, for example arch='sm_90'")
     from cupy.cuda import runtime
 
     return [device_info(runtime.getDevice())]

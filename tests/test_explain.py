@@ -1,7 +1,10 @@
 """Selection, explain and the traffic model, on made-up devices and by brute force."""
 
+import doctest
+import importlib
 import itertools
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -84,11 +87,64 @@ def test_explain_problem(variants):
     text = str(told)
     for part in ("bfloat16", "sm_90", "second", "registers 99", "q: because", "first: head_dim is odd"):
         assert part in text
+    assert "config    tile (64, 32), stages 2\n" in text
+    assert told.others["host"] == "runs on CPU arrays, and cuflash never moves data between devices"
     json.dumps(told.as_dict())
     forced = explain_problem(PROBLEM, GPU, variant="first")
     assert forced.variant is None and forced.others["third"].startswith("can run it, but variant='first'")
     with pytest.raises(ValueError, match="variant='fast' is not known"):
         explain_problem(PROBLEM, GPU, variant="fast")
+
+
+def test_explain_without_a_compiler(variants, monkeypatch):
+    def report(*args):
+        raise ImportError("No module named 'cuda'")
+
+    monkeypatch.setattr(variants["second"], "report", report)
+    told = explain_problem(PROBLEM, GPU)
+    assert told.variant == "second" and list(told.build) == ["unknown"]
+    line = "\nbuild     not known: needs cuda-core and NVRTC; pip install 'cuflash[cuda13]'\n"
+    assert line in str(told) and "traffic" in str(told)
+    monkeypatch.setattr(variants["second"], "config", report)  # a broken variant is not a missing compiler
+    with pytest.raises(ImportError, match="No module named 'cuda'"):
+        explain_problem(PROBLEM, GPU)
+
+
+def test_a_long_config_is_wrapped_between_facts_with_the_telling_ones_first(variants, monkeypatch):
+    facts = {"element": "bfloat16", **{f"field_{i}": "two words" for i in range(20)}}
+    facts |= {"shared_bytes": 98336, "threads": 128, "stages": 2, "tile": (64, 32)}
+    monkeypatch.setattr(variants["second"], "describe", lambda: facts)
+    lines = str(explain_problem(PROBLEM, GPU)).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("config"))
+    assert lines[start].startswith("config    tile (64, 32), stages 2, threads 128, shared_bytes 98336, element bf")
+    rest = list(itertools.takewhile(lambda line: line.startswith(" " * 10), lines[start + 1 :]))
+    assert len(rest) > 1 and all(len(line) <= 120 and line[10:].startswith("field_") for line in rest)
+
+
+def test_build_seconds_are_rounded_and_a_hit_is_named(variants, monkeypatch):
+    build = {"registers": 99, "compile_seconds": 1.273439, "from_cache": True}
+    monkeypatch.setattr(variants["second"], "report", lambda config, device: build)
+    assert "\nbuild     registers 99, compile_seconds 1.27, cached\n" in str(explain_problem(PROBLEM, GPU))
+    build["from_cache"] = False
+    assert "compile_seconds 1.27\n" in str(explain_problem(PROBLEM, GPU))
+
+
+def test_a_device_is_called_present_only_when_it_is():
+    absent = str(explain_problem(PROBLEM, known_device("sm_90"), variant="numpy"))
+    assert "\ndevice    sm_90, as on an NVIDIA H200 (132 SMs, 227 KiB shared memory a block)\n" in absent
+    present = str(explain_problem(PROBLEM, replace(known_device("sm_90"), index=2), variant="numpy"))
+    assert "\ndevice    cuda:2 NVIDIA H200 (sm_90, 132 SMs, 227 KiB shared memory a block)\n" in present
+
+
+def test_the_traffic_line_marks_the_variants_own_figure():
+    assert re.search(r"flash-2 \S+ kB \(model; numpy follows flash-2\)", str(explain_problem(PROBLEM, CPU)))
+    assert "(model)" in str(explain_problem(PROBLEM, CPU, variant="sm80"))
+
+
+def test_docstring_example():
+    module = importlib.import_module("cuflash.explain")
+    assert doctest.testmod(module).attempted >= 5
+    assert doctest.testmod(module).failed == 0
 
 
 def test_explain_arrays():
@@ -138,7 +194,9 @@ def brute(problem, algorithm, tile_m, cache_bytes):
 
 
 @pytest.mark.parametrize("algorithm", ["flash-1", "flash-2"])
-@pytest.mark.parametrize("band", [(None, None), (None, 0), (None, 17), (-3, 4), (5, None), (60, 80), (-90, -70)])
+@pytest.mark.parametrize(
+    "band", [(None, None), (None, 0), (None, 17), (-3, 4), (5, None), (60, 80), (-90, -70), (3, -3)]
+)
 @pytest.mark.parametrize("sizes", [(37, 23), (16, 48), (1, 50), (33, 1)])
 def test_bytes_by_brute_force(algorithm, band, sizes):
     problem = Problem(2, *sizes, 4, 2, 8, 6, "float16", 1.0, 0.0, *band)
@@ -155,6 +213,23 @@ def test_bytes_of_the_others():
     assert forward_bytes(p, "standard", 128, 1) == q + k + v + out + 4 * 2 * 4 * 100 * 300 * 2
     assert forward_bytes(p, "flash-2", 10, 300 * 96 * 2) == q + k + v + out + 2 * 4 * 100 * 4
     assert forward_bytes(p, "flash-2", 10, 300 * 96 * 2 - 1) > 5 * forward_bytes(p, "flash-2", 10, 300 * 96 * 2) / 2
+
+
+BANDS = [(None, None), (None, 0), (None, -5), (-3, 4), (5, None), (60, 80), (-90, -70), (3, -3)]
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("sizes", [(37, 23), (16, 48), (1, 50), (33, 1), (7, 0), (0, 7), (0, 0)])
+def test_no_algorithm_is_below_the_minimum(band, sizes):
+    p = Problem(2, *sizes, 4, 2, 8, 6, "float16", 1.0, 0.0, *band)
+    i, j = np.mgrid[: sizes[0], : sizes[1]]
+    seen = (p.diag_lower is None or j - i >= p.diag_lower) & (p.diag_upper is None or j - i <= p.diag_upper)
+    seen = np.broadcast_to(seen, sizes)
+    read = 4 * 8 * seen.any(axis=1).sum() + 2 * (8 + 6) * seen.any(axis=0).sum()
+    assert compulsory_bytes(p) == 2 * 2 * (read + 4 * 6 * sizes[0])
+    for algorithm, tile_m, cache in itertools.product(("standard", "flash-1", "flash-2"), (1, 16), (1, 10**6)):
+        moved = forward_bytes(p, algorithm, tile_m, cache)
+        assert moved >= compulsory_bytes(p) and (moved == 0) == (sizes[0] == 0)
 
 
 def test_growth_of_theorem_2():

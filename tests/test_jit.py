@@ -278,7 +278,9 @@ def test_a_missing_compiler_names_the_extra(root: Path, store: cache.Store, monk
 @needs_nvrtc
 def test_a_second_store_has_the_report_too(root: Path, tmp_path: Path) -> None:
     """NVRTC 12.9 and later keep a cache of their own where there is a driver; a hit in it would come without a log."""
-    reports = [jit.compile_config(Toy(), "sm_80", store=cache.Store(tmp_path / name), root=root).report for name in "ab"]
+    reports = [
+        jit.compile_config(Toy(), "sm_80", store=cache.Store(tmp_path / name), root=root).report for name in "ab"
+    ]
     assert not any(report.from_cache for report in reports)
     assert reports[0].registers == reports[1].registers > 0
 
@@ -500,9 +502,32 @@ def test_known_devices() -> None:
     assert [info.shared_memory for info in table.values()] == [166912, 101376, 101376, 232448]
     assert [info.shared_memory_sm for info in table.values()] == [167936, 102400, 102400, 233472]
     assert [info.multiprocessors for info in table.values()] == [108, 84, 142, 132]
-    assert device.known_device("sm_90a") == table["sm_90"]
-    with pytest.raises(ValueError, match=r"arch='sm_75'.*sm_80, sm_86, sm_89, sm_90"):
-        device.known_device("sm_75")
+    assert not any(device.is_present(info) for info in table.values())
+    assert tuple(device.ARCHITECTURES) == (*list(table)[:2], "sm_87", *list(table)[2:], "sm_100", "sm_103", "sm_120")
+    for arch, shared, multiprocessors in (("sm_87", 163, 16), ("sm_100", 227, 148), ("sm_120", 99, 170)):
+        info = device.known_device(arch)
+        assert (info.arch, info.multiprocessors) == (arch, multiprocessors)
+        assert (info.shared_memory, info.shared_memory_sm) == (shared * 1024, (shared + 1) * 1024)
+    for spelling in ("sm_90a", "90", "9.0", "90a"):
+        assert device.known_device(spelling) == table["sm_90"]
+    assert device.known_device("12.0") == device.known_device("120") == device.known_device("sm_120")
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "75", "7.5"])
+def test_old_architectures_are_refused(arch: str) -> None:
+    with pytest.raises(ValueError, match=rf"arch='{arch}' is too old.*8\.0 or newer; use one of sm_80, .*sm_120"):
+        device.known_device(arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_1", "sm_99", "hopper", "", "sm_9.00", "sm_90x"])
+def test_unknown_architectures_are_refused(arch: str) -> None:
+    with pytest.raises(ValueError, match=rf"arch='{arch}' is (not in the table|too old)"):
+        device.known_device(arch)
+
+
+def test_an_architecture_is_a_string() -> None:
+    with pytest.raises(TypeError, match=r"arch=90 must be a string, for example 'sm_90', not int"):
+        device.known_device(90)  # type: ignore[arg-type]
 
 
 # The compile check of CI
