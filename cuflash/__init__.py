@@ -1,6 +1,7 @@
 """Exact, IO-aware attention for NumPy, CuPy, PyTorch and JAX arrays."""
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
+from importlib.metadata import version as _version
 
 from cuflash.api import attention
 from cuflash.errors import CompilationError, UnsupportedProblem
@@ -8,8 +9,8 @@ from cuflash.explain import explain
 from cuflash.precompile import precompile
 
 try:
-    __version__ = version("cuflash")
-except PackageNotFoundError:  # imported from a checkout that is not installed
+    __version__ = _version("cuflash")
+except _PackageNotFoundError:  # imported from a checkout that is not installed
     __version__ = "0.0.0+unknown"
 
 __all__ = ["CompilationError", "UnsupportedProblem", "__version__", "attention", "explain", "precompile"]

@@ -23,7 +23,7 @@ import numpy as np
 
 from cuflash.arrays import numpy_dtype
 from cuflash.bench_peers import Runner, runners
-from cuflash.measure import Array, Place
+from cuflash.measure import Array, Place, matplotlib_problem
 from cuflash.problem import Options, make_problem
 from cuflash.progress import Progress
 from cuflash.reference import attention_reference, check_forward, two_pass
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """As papers count them: 4 batch heads seqlen^2 head_dim, half of it with a causal mask."""
+        """As papers count them, the basis of TFLOP/s: 4 batch heads seqlen^2 head_dim, half with a causal mask."""
         full = 4.0 * self.batch * self.heads * self.seqlen**2 * self.head_dim
         return full / 2 if self.causal else full
 
@@ -76,7 +76,15 @@ class Timing:
 
 
 def run(args: argparse.Namespace, masks: Sequence[bool]) -> int:
-    """The ``bench`` command; returns the exit status, 1 when a result of ours is wrong."""
+    """The ``bench`` command; returns the exit status, 1 when a result of ours is wrong.
+
+    Raises
+    ------
+    ImportError
+        Before anything is timed, when a plot is asked for and matplotlib is not installed.
+    """
+    if args.plot and (problem := matplotlib_problem()):
+        raise ImportError(f"--plot: {problem}")
     place = Place.choose(args.device)
     cases = list(_cases(args, masks, place))
     peers = runners(place)
@@ -233,23 +241,17 @@ def _record(results: Sequence[tuple[Case, Sequence[Timing]]], place: Place) -> d
             seconds = timing.seconds
             speed = case.flops / seconds / 1e12 if seconds else None
             figures = {"seconds": seconds, "tflops": speed, "ratio_to_best_peer": _ratio(timing, timings)}
-            rows.append({**asdict(case), "visible_flops": exact_flops, **asdict(timing), **figures})
+            # "tflops" is of "flops", the convention; "visible_flops" counts the pairs that the mask leaves, exactly.
+            flops = {"flops": case.flops, "visible_flops": exact_flops}
+            rows.append({**asdict(case), **flops, **asdict(timing), **figures})
     return {**_environment(place), "results": rows}
 
 
 def _plot(results: Sequence[tuple[Case, Sequence[Timing]]], device: str, path: Path) -> None:
-    """One panel for each head dim and mask: TFLOP/s over seqlen.
+    """One panel for each head dim and mask: TFLOP/s over seqlen."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    Raises
-    ------
-    ImportError
-        When matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"--plot needs matplotlib ({error}); pip install 'cuflash[plot]'") from error
     panels = sorted({(case.head_dim, case.causal) for case, _ in results}, key=lambda panel: panel[::-1])
     columns = min(len({dim for dim, _ in panels}), 4)
     rows = -(-len(panels) // columns)

@@ -15,7 +15,7 @@ import numpy as np
 import cuflash
 from cuflash import select
 from cuflash.arrays import numpy_dtype
-from cuflash.measure import Array, Place, naive_attention
+from cuflash.measure import Array, Place, two_pass_attention
 
 Call = Callable[[], Any]
 
@@ -53,7 +53,7 @@ def runners(place: Place) -> list[Runner]:
     """All that can run at a place, ours first."""
     torch = _import_torch(place)
     found = list(_ours(place, torch))
-    found.append(_plain(place, "naive", lambda q, k, v, c: lambda: naive_attention(place.xp, q, k, v, causal=c)))
+    found.append(_plain(place, "two-pass", lambda q, k, v, c: lambda: two_pass_attention(place.xp, q, k, v, causal=c)))
     if torch is not None:
         found += _torch_peers(torch, place)
     found += _jax_peers(place)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import cuflash
+from cuflash.device import ARCHITECTURES
 from cuflash.problem import DTYPES, MAX_HEAD_DIM, Options, check_options, make_problem
 
 _EPILOG = """\
@@ -87,15 +88,25 @@ def _command(commands: Any, name: str, summary: str, example: str) -> argparse.A
     return parser
 
 
+def _integer(text: str, remedy: str = "must be an integer") -> int:
+    try:
+        return int(text)
+    except ValueError:  # argparse would answer with the name of a function of ours
+        raise argparse.ArgumentTypeError(f"{text!r} {remedy}") from None
+
+
 def _positive(text: str) -> int:
-    value = int(text)
+    value = _integer(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
     return value
 
 
 def _positives(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
+    values = [_integer(part, "must be integers separated by commas, for example 64,128") for part in text.split(",")]
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{min(values)} must be at least 1")
+    return values
 
 
 def _head_dims(text: str) -> list[int]:
@@ -114,7 +125,35 @@ def _dtypes(text: str) -> list[str]:
 
 
 def _side(text: str) -> int | None:
-    return None if text == "none" else int(text)
+    return None if text == "none" else _integer(text, "must be an integer, or none for an open side")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number") from None
+
+
+def _check_file(option: str, path: Path) -> None:
+    """Refuse a file that could not be written after all the work."""
+    if not path.parent.is_dir():
+        raise _UsageError(f"{option} {path}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise _UsageError(f"{option} {path} is a directory; name a file")
+
+
+def _check_picture(option: str, path: Path) -> None:
+    from cuflash.measure import matplotlib_problem
+
+    _check_file(option, path)
+    kinds, note = ["png"], "without matplotlib (pip install 'cuflash[plot]') "
+    if not matplotlib_problem():
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        kinds, note = sorted(FigureCanvasBase.get_supported_filetypes()), ""
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise _UsageError(f"{option} {path}: {note}the name must end in {', '.join('.' + kind for kind in kinds)}")
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +168,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 def _add_demo(commands: Any) -> argparse.ArgumentParser:
     parser = _command(commands, "demo", "clean a noisy picture by attention and draw what attends to what", "--size 96")
     _add_device(parser)
-    parser.add_argument("--size", type=_positive, default=128, help="pixels a side, even, at least 32 (default: 128)")
+    parser.add_argument("--size", type=_positive, default=128, help="pixels a side, even, at least 64 (default: 128)")
     parser.add_argument("--output", type=Path, default=Path("cuflash-demo.png"), help="default: ./cuflash-demo.png")
     parser.set_defaults(run=_demo)
     return parser
@@ -138,10 +177,9 @@ def _add_demo(commands: Any) -> argparse.ArgumentParser:
 def _demo(args: argparse.Namespace) -> int:
     from cuflash import demo
 
-    if args.size < 32 or args.size % 2:
-        raise _UsageError(f"--size {args.size} must be even and at least 32")
-    if not args.output.parent.is_dir():
-        raise _UsageError(f"--output {args.output}: there is no directory {args.output.parent}")
+    if args.size < demo.MIN_SIZE or args.size % 2:
+        raise _UsageError(f"--size {args.size} must be even and at least {demo.MIN_SIZE}")
+    _check_picture("--output", args.output)
     return demo.run(args.size, args.device, args.output)
 
 
@@ -160,7 +198,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _add_bench(commands: Any) -> argparse.ArgumentParser:
-    summary = "time the variants against torch, JAX and naive attention, where they are installed"
+    summary = "time the variants against torch, JAX and two-pass attention, where they are installed"
     parser = _command(commands, "bench", summary, "--head-dims 64,128 --seqlens 1024,4096 --causal --plot bench.png")
     _add_device(parser)
     parser.add_argument("--dtype", choices=DTYPES[:3], help="default: bfloat16 on a GPU, float32 on the CPU")
@@ -172,7 +210,9 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
     mask.add_argument("--causal", action="store_true", help="only with a causal mask")
     mask.add_argument("--full", action="store_true", help="only without a mask")
     parser.add_argument("--rounds", type=_positive, default=7, help="timed rounds; medians are shown (default: 7)")
-    parser.add_argument("--plot", type=Path, help="write a PNG of the table (needs matplotlib)")
+    parser.add_argument(
+        "--plot", type=Path, help="draw the table as a picture, for example bench.png (needs matplotlib)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
     parser.set_defaults(run=_bench)
     return parser
@@ -181,6 +221,10 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
 def _bench(args: argparse.Namespace) -> int:
     from cuflash import bench
 
+    if args.plot:
+        _check_picture("--plot", args.plot)
+    if args.json:
+        _check_file("--json", args.json)
     masks = (True,) if args.causal else (False,) if args.full else (False, True)
     return bench.run(args, masks)
 
@@ -191,9 +235,9 @@ def _add_explain(commands: Any) -> argparse.ArgumentParser:
         commands, "explain", summary, "--seqlen-q 4096 --seqlen-k 4096 --heads-q 32 --heads-kv 8 --device sm_90"
     )
     for name, default in (("batch", 1), ("seqlen-q", 4096), ("seqlen-k", 4096), ("heads-q", 16), ("head-dim", 128)):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default: {default}")
-    parser.add_argument("--heads-kv", type=int, metavar="N", help="default: as many as heads-q")
-    parser.add_argument("--head-dim-v", type=int, metavar="N", help="default: as head-dim")
+        parser.add_argument(f"--{name}", type=_integer, default=default, metavar="N", help=f"default: {default}")
+    parser.add_argument("--heads-kv", type=_integer, metavar="N", help="default: as many as heads-q")
+    parser.add_argument("--head-dim-v", type=_integer, metavar="N", help="default: as head-dim")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     parser.add_argument(
         "--causal",
@@ -206,13 +250,13 @@ def _add_explain(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--window", nargs=2, type=_side, metavar=("LEFT", "RIGHT"), help="keys seen each side, or none for an open side"
     )
-    parser.add_argument("--softcap", type=float, default=0.0, metavar="CAP", help="default: no cap")
-    parser.add_argument("--scale", type=float, help="default: 1/sqrt(head-dim)")
+    parser.add_argument("--softcap", type=_number, default=0.0, metavar="CAP", help="default: no cap")
+    parser.add_argument("--scale", type=_number, help="default: 1/sqrt(head-dim)")
     parser.add_argument("--variant", help="the only variant to consider")
     parser.add_argument(
         "--device",
         default="current",
-        help="sm_80, sm_86, sm_89 or sm_90 (needs no GPU), cpu, or current: the GPU if there is one (default)",
+        help=f"{', '.join(ARCHITECTURES)} (none needs a GPU), cpu, or current: the GPU if there is one (default)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_explain)
@@ -254,8 +298,9 @@ def _device(name: str) -> Any:
 def _add_precompile(commands: Any) -> argparse.ArgumentParser:
     summary = "compile kernels into the cache, so that first calls do not wait"
     parser = _command(commands, "precompile", summary, "--arch sm_80 --arch sm_90 --head-dims 64,128")
+    archs = ", ".join(ARCHITECTURES)
     parser.add_argument(
-        "--arch", action="append", metavar="SM", help="sm_80, sm_86, sm_89 or sm_90; may be repeated (default: the GPU)"
+        "--arch", action="append", metavar="SM", help=f"one of {archs}; may be repeated (default: the GPU)"
     )
     parser.add_argument("--head-dims", type=_head_dims, default=[64, 128], help="default: 64,128")
     parser.add_argument("--dtypes", type=_dtypes, default=["bfloat16", "float16"], help="default: bfloat16,float16")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import platform
 import tempfile
 import time
@@ -51,7 +50,7 @@ class Check:
 
 
 def run(as_json: bool) -> int:
-    """The ``doctor`` command; returns the exit status, 1 when a check failed."""
+    """The ``doctor`` command; returns the exit status, 1 when a check failed (a warning is not a failure)."""
     facts = {"packages": packages(), "gpu": gpus(), "cache": cache_facts(), "blas": blas()}
     if not as_json:
         for title, lines in facts.items():
@@ -63,10 +62,15 @@ def run(as_json: bool) -> int:
         if not as_json:
             print(f"  {check.status:<8} {check.name}: {check.detail} ({check.seconds:.2f} s)", flush=True)
     failed = sum(check.status == _FAILED for check in checks)
+    warnings = [] if facts["cache"]["writable"] else ["the cache cannot be written: every process compiles again"]
     if as_json:
-        print(json.dumps({**facts, "self_test": [asdict(check) for check in checks], "ok": not failed}, indent=1))
-    else:
-        print(f"{failed} of {len(checks)} checks failed" if failed else "all is well")
+        tests = [asdict(check) for check in checks]
+        print(json.dumps({**facts, "self_test": tests, "warnings": warnings, "ok": not failed}, indent=1))
+        return 1 if failed else 0
+    for warning in warnings:
+        print(f"  warning  {warning}")
+    good = "no check failed" if warnings else "all is well"
+    print(f"{failed} of {len(checks)} checks failed" if failed else good)
     return 1 if failed else 0
 
 
@@ -137,9 +141,17 @@ def cache_facts() -> dict[str, Any]:
     for meta in root.glob(f"??/*/{cache.META}"):
         entries += 1
         size += sum(path.stat().st_size for path in meta.parent.iterdir())
-    there = next(path for path in (root, *root.parents) if path.exists())
-    writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-    return {"directory": str(root), "kernels": entries, "size": f"{size / 1e6:.1f} MB", "writable": writable}
+    return {"directory": str(root), "kernels": entries, "size": f"{size / 1e6:.1f} MB", "writable": _can_write(root)}
+
+
+def _can_write(root: Path) -> bool:
+    """Whether a directory can be made where the store would make one; permissions do not tell, for root above all."""
+    try:
+        there = next(path for path in (root / "tmp", root, *root.parents) if path.exists())
+        with tempfile.TemporaryDirectory(prefix=".cuflash-doctor-", dir=there):
+            return True
+    except OSError:
+        return False
 
 
 def blas() -> dict[str, str]:
@@ -219,8 +231,8 @@ def _check_compiler() -> str:
 
 
 def _check_cuda(variant: str) -> str:
-    if problem := gpu_problem():
-        raise _Skip(problem)
+    if gpu_problem():
+        raise _Skip("there is no GPU to use; see above")
     from cuflash.device import device_info
 
     [sample] = usual_problems((64,), ("float16",), (False,))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,24 @@ def gpu_problem() -> str | None:
         return None if runtime.getDeviceCount() else "there is no CUDA GPU"
     except runtime.CUDARuntimeError as error:
         return f"there is no CUDA GPU or no driver ({error})"
+
+
+def matplotlib_problem() -> str | None:
+    """Why matplotlib cannot draw, or None when it can."""
+    try:
+        from matplotlib.backends import backend_agg  # noqa: F401
+    except ImportError as error:
+        return f"matplotlib cannot be imported ({error}); pip install 'cuflash[plot]'"
+    return None
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be had without swapping."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 class PlaceError(RuntimeError):
@@ -92,6 +113,10 @@ class Place:
             function()
         return (time.perf_counter() - started) / calls
 
+    def available_bytes(self) -> int:
+        """Memory that is free for arrays here."""
+        return int(self.xp.cuda.runtime.memGetInfo()[0]) if self.gpu else available_memory()
+
     def peak_bytes(self, function: Callable[[], Any]) -> int:
         """Most memory that a call holds at once beyond its arguments, its result included."""
         if self.gpu:
@@ -107,7 +132,7 @@ class Place:
             tracemalloc.stop()
 
 
-def naive_attention(xp: Any, q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None) -> Any:
+def two_pass_attention(xp: Any, q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None) -> Any:
     """Two-pass attention as one would write it by hand, with all scores in memory at once.
 
     Parameters
