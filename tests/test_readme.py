@@ -1,6 +1,9 @@
 """The README's examples run as they stand, its commands parse and its links lead somewhere."""
 
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,21 @@ def test_commands_parse():
         with pytest.raises(SystemExit) as stop:
             main([*line.split(), "--help"])
         assert stop.value.code == 0
+
+
+def stable(text):
+    """Without the numbers that depend on the compiler's version and the machine."""
+    return re.sub(r"(registers|spill_bytes|compile_seconds) [\d.]+", r"\1 ?", text)
+
+
+def test_explain_sample_is_what_it_prints(tmp_path):
+    if not (find_spec("cuda") and find_spec("cuda.core")):
+        pytest.skip("cuda-core, the compiler's front, is not installed")
+    [(command, sample)] = re.findall(
+        r"^```sh\npython (-m cuflash explain .*)\n```\n\n```text\n(.*?)^```", README, re.M | re.S
+    )
+    done = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert stable(done.stdout) == stable(sample)
 
 
 def test_links_to_files_and_headings_lead_somewhere():
