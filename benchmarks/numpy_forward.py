@@ -1,7 +1,9 @@
 """Tiled NumPy attention against the naive two-pass one: ``python benchmarks/numpy_forward.py [--heads 8] [--dim 64]``.
 
+``--queries 1`` times decoding: one query on all keys.
+
 Naive is what one would write by hand: the whole N x N softmax in float32 on BLAS with all its threads, 16-bit inputs
-upcast once. Both are timed alternately in one run; the best of the repeats counts.
+upcast once. Both are timed alternately in one run; best and median of the repeats.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -32,25 +35,25 @@ def naive(q: Array, k: Array, v: Array, causal: bool) -> Array:
     s -= s.max(-1, keepdims=True)
     np.exp(s, out=s)
     s /= s.sum(-1, keepdims=True)
-    return np.matmul(s, vf).transpose(0, 2, 1, 3).astype(q.dtype)
+    out: Array = np.matmul(s, vf).transpose(0, 2, 1, 3).astype(q.dtype)
+    return out
 
 
-def best_times(functions: list[Callable[[], object]], repeats: int) -> list[float]:
-    """Best seconds of each function, run in turns.
+def times(functions: list[Callable[[], object]], repeats: int) -> list[list[float]]:
+    """Milliseconds of each function, sorted, run in turns.
 
     OpenBLAS threads spin for a while after a product and would steal cores from whoever is timed next, so each turn
     starts with a pause and an untimed call.
     """
-    best = [float("inf")] * len(functions)
+    seen: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):
-        for i, function in enumerate(functions):
+        for function, mine in zip(functions, seen, strict=True):
             time.sleep(0.1)
             function()
-            for _ in range(2):
-                start = time.perf_counter()
-                function()
-                best[i] = min(best[i], time.perf_counter() - start)
-    return best
+            start = time.perf_counter()
+            function()
+            mine.append((time.perf_counter() - start) * 1e3)
+    return [sorted(mine) for mine in seen]
 
 
 def main() -> None:
@@ -60,28 +63,27 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["float32", "bfloat16"])
     parser.add_argument("--seqlens", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--queries", type=int, help="query rows (default: as many as keys)")
+    parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
-    print(f"forward, batch 1, {args.heads} heads, head_dim {args.dim}; best of {args.repeats}, milliseconds")
-    print(f"{'dtype':>9} {'seqlen':>7} {'causal':>6} {'tiled':>9} {'naive':>9} {'speed-up':>8} {'GFLOP/s':>8}")
+    print(f"forward, batch 1, {args.heads} heads, head_dim {args.dim}; best (median) of {args.repeats}, milliseconds")
+    heading = f"{'dtype':>9} {'queries':>7} {'keys':>6} {'causal':>6} {'tiled':>19} {'naive':>19}"
+    print(f"{heading} {'speed-up':>8} {'GFLOP/s':>8}")
     rng = np.random.default_rng(0)
     for name in args.dtypes:
         for n in args.seqlens:
-            shape = (1, n, args.heads, args.dim)
-            q, k, v = (rng.standard_normal(shape, dtype=np.float32).astype(DTYPES[name]) for _ in range(3))
+            m = args.queries or n
+            shapes = (1, m, args.heads, args.dim), (1, n, args.heads, args.dim), (1, n, args.heads, args.dim)
+            q, k, v = (rng.standard_normal(shape, dtype=np.float32).astype(DTYPES[name]) for shape in shapes)
             for causal in (False, True):
-                problem = make_problem(shape, shape, shape, name, Options(causal=causal))
+                problem = make_problem(*shapes, name, Options(causal=causal))
                 out = np.empty_like(q)
-                tiled, plain = best_times(
-                    [
-                        lambda q=q, k=k, v=v, out=out, p=problem: numpy_backend.forward(q, k, v, out, None, p),
-                        lambda q=q, k=k, v=v, causal=causal: naive(q, k, v, causal),
-                    ],
-                    args.repeats,
-                )
+                ours = partial(numpy_backend.forward, q, k, v, out, None, problem)
+                tiled, plain = times([ours, partial(naive, q, k, v, causal)], args.repeats)
+                columns = " ".join(f"{t[0]:9.2f} ({t[len(t) // 2]:7.2f})" for t in (tiled, plain))
                 print(
-                    f"{name:>9} {n:7d} {causal!s:>6} {tiled * 1e3:9.2f} {plain * 1e3:9.2f} {plain / tiled:7.2f}x "
-                    f"{problem.flops() / tiled / 1e9:8.1f}",
+                    f"{name:>9} {m:7d} {n:6d} {causal!s:>6} {columns} {plain[0] / tiled[0]:7.2f}x "
+                    f"{problem.flops() / tiled[0] / 1e6:8.1f}",
                     flush=True,
                 )
 

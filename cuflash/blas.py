@@ -34,7 +34,7 @@ def padded_dim(head_dim_v: int) -> int:
 def score_products(q: Array, k: Array, out: Array, spare: Array) -> None:
     """``q @ k.T`` of all pairs: q (slots, rows, dim), k (tiles, keys, dim), out (tiles, slots, rows, keys).
 
-    `spare` is a flat buffer of as many elements as `out`, or as one product when those are large.
+    `spare` is a flat buffer of :func:`spare_size` elements.
     """
     dim = q.shape[-1]
     step = -(-dim // max(-(-dim // COLUMNS), 2 if dim > COLUMNS // 2 else 1))
@@ -43,6 +43,11 @@ def score_products(q: Array, k: Array, out: Array, spare: Array) -> None:
             _sum_products(q[slot], k[tile].T, out[tile, slot], spare, step)
     else:
         _sum_products(q, k[:, None].swapaxes(-1, -2), out, spare, step)
+
+
+def spare_size(products: int, elements: int) -> int:
+    """Elements of scratch that `products` products of so many elements each need: large ones share."""
+    return elements if elements >= _LARGE else products * elements
 
 
 def _sum_products(q: Array, k: Array, out: Array, spare: Array, step: int) -> None:
