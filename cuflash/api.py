@@ -123,13 +123,15 @@ def attention(
     kind = type(q)
     if type(k) is not kind or type(v) is not kind or out is not None:
         check_frameworks(adapter, k, v, out)
+    if out is not None and adapter.immutable:
+        raise TypeError(f"out={type(out).__name__}: {adapter.framework} arrays are immutable; leave out as None")
     caller_out = out
     if type(adapter) is DLPackAdapter:
         adapter, q, k, v, out = to_native(adapter, q, k, v, out)
     at_q, facts_q = adapter.facts(q, "q")
     at_k, facts_k = adapter.facts(k, "k")
     at_v, facts_v = adapter.facts(v, "v")
-    at_out, facts_out = (0, None) if out is None or adapter.immutable else adapter.facts(out, "out")
+    at_out, facts_out = (0, None) if out is None else adapter.facts(out, "out")
     # Addresses matter only by their alignment.
     low: Any = (at_q | at_k | at_v | at_out) & 15
     if low:

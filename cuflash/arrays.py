@@ -213,6 +213,7 @@ class TorchAdapter(Adapter):
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._grad_enabled = torch.is_grad_enabled
+        self._forward_ad = torch.autograd.forward_ad
         self.address = torch.Tensor.data_ptr  # type: ignore[method-assign]
         # The public spellings of these two cost 7 us and 0.5 us; these are what torch's own generated code calls.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -225,6 +226,9 @@ class TorchAdapter(Adapter):
                 f"{name} requires gradients, which cuflash.attention does not record; "
                 f"call it under torch.no_grad() or pass {name}.detach()"
             )
+        forward_ad = self._forward_ad
+        if getattr(forward_ad, "_current_level", -1) >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+            raise ValueError(f"{name} has a forward-mode tangent, which cuflash would drop; pass its primal")
         try:
             return x.data_ptr(), (x.shape, x.stride(), x.dtype, x.device, x.is_neg())
         except RuntimeError as error:

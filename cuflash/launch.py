@@ -25,6 +25,8 @@ FORWARD_PARAMS_BYTES = _POINTERS.size + _REST.size
 
 _MAX_GRID_YZ = 65535  # blocks along y and z of a CUDA grid
 
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+
 _LOG2_E = 1.4426950408889634
 
 
@@ -56,6 +58,8 @@ class ForwardLaunch:
     Parameters
     ----------
     kernel : LoadedKernel
+    device : int
+        CUDA ordinal.
     params : bytes
         From :func:`forward_params`.
     grid : tuple of int
@@ -69,6 +73,7 @@ class ForwardLaunch:
     def __init__(
         self,
         kernel: LoadedKernel,
+        device: int,
         params: bytes,
         grid: tuple[int, int, int],
         threads: int,
@@ -77,7 +82,7 @@ class ForwardLaunch:
     ) -> None:
         from cuda.bindings import driver
 
-        self._kernel = kernel  # keeps the module loaded
+        self._kernel, self._device = kernel, device  # the first keeps the module loaded
         self._struct = ctypes.create_string_buffer(bytes(_POINTERS.size) + params, FORWARD_PARAMS_BYTES)
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._struct))
         self._lock = threading.Lock()  # the struct is shared by the threads that run this plan
@@ -97,6 +102,12 @@ class ForwardLaunch:
         else:
             self._enqueue(q, k, v, out, lse, x, y, z, stream)
 
+    def _bind_context(self) -> None:
+        import cupy
+
+        cupy.cuda.runtime.setDevice(self._device)
+        cupy.cuda.runtime.free(0)
+
     def _pieces(self) -> Iterator[tuple[int, int]]:
         total = self._grid[2]
         for start in range(0, total, _MAX_GRID_YZ):
@@ -105,9 +116,11 @@ class ForwardLaunch:
     def _enqueue(self, q: int, k: int, v: int, out: int, lse: int, x: int, y: int, z: int, stream: int) -> None:
         with self._lock:
             _POINTERS.pack_into(self._struct, 0, q, k, v, out, lse)
-            (status,) = self._launch(
-                self._function, x, y, z, self._threads, 1, 1, self._shared_bytes, stream, self._arguments_address, 0
-            )
+            arguments = (self._function, x, y, z, self._threads, 1, 1, self._shared_bytes, stream)
+            (status,) = self._launch(*arguments, self._arguments_address, 0)
+            if status == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
+                self._bind_context()
+                (status,) = self._launch(*arguments, self._arguments_address, 0)
         if status:
             compiled = self._kernel.compiled
             raise RuntimeError(f"cuLaunchKernel of {compiled.name} failed with {status!r} ({compiled.config})")

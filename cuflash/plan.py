@@ -209,8 +209,6 @@ def make_plan(
     ValueError, TypeError, UnsupportedProblem, CompilationError
     """
     check_variant(variant)
-    if out is not None and adapter.immutable:
-        raise TypeError(f"out={type(out).__name__}: {adapter.framework} arrays are immutable; leave out as None")
     call = check_call(adapter, arrays, options, out)
     if call.problem.is_empty:
         return EmptyPlan(adapter, call, arrays[0], return_lse)

@@ -6,6 +6,7 @@ Everything here is plain Python on tuples and numbers, so that it is testable wi
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from dataclasses import dataclass
 from typing import Literal
@@ -164,10 +165,12 @@ def _check_side(window: tuple[object, object] | list[object], index: int, side: 
 
 
 def _as_float(name: str, value: object) -> float:
+    if not isinstance(value, numbers.Real):  # arrays and tensors too: reading one may wait for its device
+        raise TypeError(f"{name}={value!r} must be a real number, not {type(value).__name__}")
     try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}={value!r} must be a real number, not {type(value).__name__}") from None
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is too large for a float; use a smaller one") from None
 
 
 def _check_softcap(softcap: object) -> float:
@@ -189,9 +192,9 @@ def _check_scale(scale: object) -> float | None:
 
 
 def _check_layout(layout: object) -> Layout:
-    if layout not in ("bshd", "bhsd"):
+    if not isinstance(layout, str) or layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout={layout!r} is not known; use 'bshd' (batch, seqlen, heads, dim) or 'bhsd'")
-    return layout
+    return "bshd" if layout == "bshd" else "bhsd"
 
 
 Shape4 = tuple[int, int, int, int]
@@ -256,9 +259,24 @@ def make_problem(
         raise ValueError(f"seqlen {max(seqlen_q, seqlen_k)} is over the limit of {_MAX_SEQLEN} {shapes}")
     lower, upper = _diagonals(options, seqlen_q, seqlen_k)
     scale = 1.0 / math.sqrt(head_dim) if options.scale is None else options.scale
+    _check_range(scale, options.softcap, dtype)
     return Problem(
         batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, dtype, scale, options.softcap, lower, upper
     )
+
+
+def _check_range(scale: float, softcap: float, dtype: str) -> None:
+    """Refuse numbers that the dtype's arithmetic cannot hold, where a result would be silently wrong."""
+    low, high = (2.0**-1000, 2.0**1000) if dtype == "float64" else (2.0**-100, 2.0**100)
+    numbers_used = {f"scale={scale}": abs(scale), f"softcap={softcap}": softcap}
+    if scale and softcap:
+        numbers_used[f"scale={scale} over softcap={softcap}"] = abs(scale) / softcap
+    for what, size in numbers_used.items():
+        if size and not low <= size <= high:
+            raise ValueError(
+                f"{what} is out of range for {dtype}: its size must be 0 or between {low:.2g} and {high:.2g}; "
+                "rescale the inputs"
+            )
 
 
 def _diagonals(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:

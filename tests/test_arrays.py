@@ -386,14 +386,31 @@ def test_a_plan_is_made_once(monkeypatch):
     assert len(made) == 3
 
 
-def test_mutable_options_are_read_every_time():
+def test_options_that_are_tensors_are_refused():
+    """Reading one may wait for its device, and its gradient would be lost."""
     torch = pytest.importorskip("torch")
     q, k, v = case()
-    scale = torch.tensor(0.5, dtype=torch.float64)
-    first = cuflash.attention(q, k, v, scale=scale)
-    scale.fill_(2.0)
-    assert_same_bits(cuflash.attention(q, k, v, scale=scale), cuflash.attention(q, k, v, scale=2.0))
-    assert_same_bits(first, cuflash.attention(q, k, v, scale=0.5))
+    with pytest.raises(TypeError, match=r"scale=.* must be a real number, not Tensor"):
+        cuflash.attention(q, k, v, scale=torch.tensor(0.5))
+    assert_same_bits(cuflash.attention(q, k, v, scale=np.float32(0.5)), cuflash.attention(q, k, v, scale=0.5))
+
+
+def test_forward_mode_tangents_are_refused():
+    torch = pytest.importorskip("torch")
+    x = torch.ones(1, 8, 2, 16)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(ValueError, match="q has a forward-mode tangent"):
+            cuflash.attention(dual, x, x)
+        assert cuflash.attention(x, x, x).shape == x.shape
+
+
+def test_out_for_jax_is_refused_on_a_warm_plan_too():
+    jnp = pytest.importorskip("jax.numpy")
+    x = jnp.ones((1, 8, 2, 16))
+    cuflash.attention(x, x, x)
+    with pytest.raises(TypeError, match="JAX arrays are immutable"):
+        cuflash.attention(x, x, x, out=x)
 
 
 # ---- the CUDA plumbing, with a fake device ---------------------------------------------------------------------------

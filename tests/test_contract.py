@@ -119,18 +119,10 @@ def test_head_dims(target, d, dv, options):
     target.check(*target.inputs(m=70, n=133, hq=2, d=d, dv=dv), **options)
 
 
-SUMS_OF_SMALL_MATRICES = (
-    "the NumPy backend's products are 256 keys wide, and BLAS sums those with 2 to 3 times the rounding error of the "
-    "small-matrix kernels that the two-pass yardstick gets for a short problem"
-)
-
-
 @pytest.mark.parametrize(("m", "n"), [(1, 64), (16, 5), (16, 64)])
 @pytest.mark.parametrize("d", [128, 256])
 @targets()
-def test_short_problems_of_wide_heads(target, d, m, n, request):
-    if target.device == "cpu" and target.dtype in ("float32", "float64"):
-        request.applymarker(pytest.mark.xfail(reason=SUMS_OF_SMALL_MATRICES, strict=False))
+def test_short_problems_of_wide_heads(target, d, m, n):
     for seed in range(10):
         target.check(*target.inputs(b=-(-64 // m), m=m, n=n, d=d, dv=64, seed=seed))
 

@@ -4,6 +4,8 @@
 #include "core/mask.cuh"
 #include "core/types.cuh"
 #include "ptx/math.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/special.cuh"
 
 namespace cuflash {
 
@@ -16,19 +18,26 @@ namespace cuflash {
 // bound leaves room in float16 (65504) for the weights; relative precision does not depend on the reference.
 constexpr float kMaxTileSum = 16384.0f;
 
-// State of this thread's rows: lane/4 and lane/4 + 8 of each 16-row fragment.
-template <int MTiles>
+// exp2(s * scale - reference * scale) is one FFMA a score, with the product for the reference rounded once. Beyond this
+// many base-2 units its rounding would show, or overflow; such a row subtracts first, which is exact near the maximum.
+constexpr float kMaxFoldedReference = 1048576.0f;
+
+// State of this thread's rows: lane/4 and lane/4 + 8 of each 16-row fragment. The sums are needed once a tile, and wait
+// for it in shared memory.
+template <int MTiles, int Threads>
 struct OnlineSoftmax {
   float row_max[MTiles][2];  // in staged score units; shared by the four lanes of a row
-  float row_sum[MTiles][2];  // this lane's part only, until finish()
+  float row_sum[MTiles][2];  // from finish() on
+  unsigned sSum;             // (2 * MTiles, Threads) floats: each lane's part of its rows' sums
 
-  __device__ __forceinline__ void init() {
+  __device__ __forceinline__ void init(unsigned sums) {
+    sSum = sums;
 #pragma unroll
     for (int m = 0; m < MTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         row_max[m][half] = negative_infinity();
-        row_sum[m][half] = 0.0f;
+        store_shared(sum_address(m, half), 0.0f);
       }
   }
 
@@ -55,11 +64,38 @@ struct OnlineSoftmax {
         const bool raise = (rows >> (2 * m + half) & 1) && now > old;  // not for NaN, nor for -inf over -inf
         const float factor = raise ? exp2_approx((old - now) * exp2_scale) : 1.0f;
         row_max[m][half] = raise ? now : old;
-        row_sum[m][half] *= factor;
+        store_shared(sum_address(m, half), load_shared_float(sum_address(m, half)) * factor);
 #pragma unroll
         for (int d = 0; d < DTiles; ++d) {
           rO[m][d][2 * half] *= factor;
           rO[m][d][2 * half + 1] *= factor;
+        }
+      }
+  }
+
+  // Whether the reference of some row of the warp is too far from 0 to be folded into an FFMA. Only raise_max() changes
+  // the answer.
+  __device__ __forceinline__ bool any_far(float exp2_scale) const {
+    bool far = false;
+#pragma unroll
+    for (int m = 0; m < MTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) far |= is_far(m, half, exp2_scale);
+    return __any_sync(0xFFFFFFFFu, far);
+  }
+
+  // The scores of far rows relative to their reference; exponentiate() then has nothing to subtract from them.
+  template <int NTiles>
+  __device__ __forceinline__ void subtract_far_references(float (&rS)[MTiles][NTiles][4], float exp2_scale) const {
+#pragma unroll
+    for (int m = 0; m < MTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float reference = is_far(m, half, exp2_scale) ? row_max[m][half] : 0.0f;
+#pragma unroll
+        for (int n = 0; n < NTiles; ++n) {
+          rS[m][n][2 * half] -= reference;
+          rS[m][n][2 * half + 1] -= reference;
         }
       }
   }
@@ -72,8 +108,9 @@ struct OnlineSoftmax {
     for (int m = 0; m < MTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // A row that has seen no key yet subtracts 0: exp2(-inf - 0) is the 0 it needs.
-        const float shift = row_max[m][half] == negative_infinity() ? 0.0f : __fmul_rn(row_max[m][half], exp2_scale);
+        // A row that has seen no key yet also subtracts 0: exp2(-inf - 0) is the 0 it needs.
+        const float folded = __fmul_rn(row_max[m][half], exp2_scale);
+        const float shift = fabsf(folded) > kMaxFoldedReference ? 0.0f : folded;
         tile_sum[m][half] = 0.0f;
 #pragma unroll
         for (int n = 0; n < NTiles; ++n)
@@ -90,7 +127,10 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int m = 0; m < MTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) row_sum[m][half] += tile_sum[m][half];
+      for (int half = 0; half < 2; ++half) {
+        const unsigned at = sum_address(m, half);
+        store_shared(at, load_shared_float(at) + tile_sum[m][half]);
+      }
   }
 
   // Adds up the four lanes of each row.
@@ -99,7 +139,7 @@ struct OnlineSoftmax {
     for (int m = 0; m < MTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float sum = row_sum[m][half];
+        float sum = load_shared_float(sum_address(m, half));
         sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
         sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
         row_sum[m][half] = sum;
@@ -115,8 +155,20 @@ struct OnlineSoftmax {
   __device__ __forceinline__ float lse(int m, int half, float exp2_scale) const {
     constexpr float ln2 = 0.693147180559945309f;
     if (row_sum[m][half] == 0.0f) return negative_infinity();
+    const float log2_sum = log2f(row_sum[m][half]);
+    if (is_far(m, half, exp2_scale)) return fmaf(row_max[m][half], exp2_scale * ln2, log2_sum * ln2);
     // The product rounded as exponentiate() rounded it: the sum is relative to that.
-    return __fadd_rn(__fmul_rn(row_max[m][half], exp2_scale), log2f(row_sum[m][half])) * ln2;
+    return __fadd_rn(__fmul_rn(row_max[m][half], exp2_scale), log2_sum) * ln2;
+  }
+
+ private:
+  __device__ __forceinline__ unsigned sum_address(int m, int half) const {
+    return sSum + 4 * ((2 * m + half) * Threads + rematerialized_thread());
+  }
+
+  __device__ __forceinline__ bool is_far(int m, int half, float exp2_scale) const {
+    return fabsf(__fmul_rn(row_max[m][half], exp2_scale)) > kMaxFoldedReference &&
+           row_max[m][half] != negative_infinity();
   }
 };
 

@@ -39,17 +39,19 @@ struct Shape {
   static constexpr int p_bytes = warps_n == 1 ? 0 : 2 * tile_m * tile_n;  // weights on their way to the partner
   static constexpr int row_bytes = warps_n == 1 ? 0 : 2 * 4 * tile_m;     // row maxima and sums, likewise
   // Shared memory: sQ (tile_m, tile_d), later sO (tile_m, tile_dv); the ring; sP (tile_m, tile_n); sRow (2, tile_m);
-  // the parked words.
-  static constexpr int ring_at = q_bytes, p_at = ring_at + ring_bytes, row_at = p_at + p_bytes,
-                       parked_at = row_at + row_bytes;
+  // the row sums of OnlineSoftmax; the parked words.
+  static constexpr int ring_at = q_bytes, p_at = ring_at + ring_bytes, row_at = p_at + p_bytes;
+  static constexpr int sum_at = row_at + row_bytes, parked_at = sum_at + 2 * m_tiles * threads * 4;
   static_assert(warp_rows % 16 == 0 && n_tiles % 2 == 0 && d_tiles % 2 == 0, "tiles are made of 16 x 16 blocks");
   static_assert(warps_n == 1 || (warps_n == 2 && tile_n % 32 == 0), "a row belongs to one warp or to a pair");
   static_assert(warps_n == 1 || Config::stages == 1, "pairs swap weights at the barrier before V that one stage has");
 };
 
+using Softmax = OnlineSoftmax<Shape::m_tiles, Shape::threads>;
+
 // What a block needs again for every tile, in shared memory: kept in registers over the loop it would be spilled.
 struct Parked {
-  unsigned at;  // const char* keys, const char* values of the block's head; unsigned careful
+  unsigned at;  // const char* keys, const char* values of the block's head; unsigned careful; unsigned far[warps]
 
   // By one thread; a barrier must follow before a fetch.
   __device__ __forceinline__ void init(const ForwardParams& p, const TileCoordinate& c) const {
@@ -65,6 +67,13 @@ struct Parked {
   // Whether this pass over the block's tiles watches for inf and NaN in V.
   __device__ __forceinline__ bool careful() const { return load_shared(at + 16) != 0; }
   __device__ __forceinline__ void set_careful(bool careful) const { store_shared(at + 16, careful ? 1u : 0u); }
+
+  // OnlineSoftmax::any_far() of the calling warp.
+  __device__ __forceinline__ bool far() const { return load_shared(at + 20 + rematerialized_thread() / 32 * 4) != 0; }
+  __device__ __forceinline__ void set_far(bool far) const {
+    store_shared(at + 20 + rematerialized_thread() / 32 * 4, far ? 1u : 0u);
+    __syncwarp();
+  }
 };
 
 // The ring of K and V tiles: tile j lives in stage j % stages. With one stage, keys are fetched while values are in use
@@ -97,27 +106,29 @@ struct KeyValueRing {
     v_loader().load<CheckRows>(v_tile(tile), parked.values() + key * p.v_row, p.v_row, rows_left);
   }
 
-  // The first tile's keys, its values in a copy group of their own, and whatever else there is room for.
+  // As many tiles as there are stages, less the one in use. With one stage, the first tile's keys and then its values.
   __device__ __forceinline__ void prefill(const KeyTiles& tiles) {
 #pragma unroll
-    for (int stage = 0; stage < prefilled; ++stage) {
-      const int tile = tiles.last - 1 - stage;
+    for (int ahead = 0; ahead < (turns ? 1 : Config::stages - 1); ++ahead) {
+      const int tile = tiles.last - 1 - ahead;
       if (tile >= tiles.first) fetch_keys<true>(tile);
-      if (stage == 0) cp_async_commit();
+      if (turns) cp_async_commit();
       if (tile >= tiles.first) fetch_values<true>(tile);
       cp_async_commit();
     }
   }
 
-  // Publishes the keys of `tile` to the block; in the first tile without waiting for its values.
-  __device__ __forceinline__ void acquire_keys(int tile, bool first) const {
-    if (first) {
-      cp_async_wait<prefilled>();
+  // Publishes a tile to the block; with one stage only its keys, whose turn it was, and starts on its values.
+  __device__ __forceinline__ void acquire(int tile, bool first) const {
+    if (!turns) {
+      cp_async_wait<turns ? 0 : Config::stages - 2>();
+    } else if (first) {
+      cp_async_wait<1>();  // the values are on their way already
     } else {
-      cp_async_wait<prefilled - 1>();
+      cp_async_wait<0>();
     }
     __syncthreads();
-    if (Config::stages == 1 && !first) {
+    if (turns && !first) {
       fetch_values<false>(tile);
       cp_async_commit();
     }
@@ -125,7 +136,7 @@ struct KeyValueRing {
 
   // Once the block has entered `tile`, the stage of the tile before it is free for the one stages - 1 further on.
   __device__ __forceinline__ void fetch_ahead(int tile, const KeyTiles& tiles) {
-    if constexpr (Config::stages > 1) {
+    if constexpr (!turns) {
       tile -= Config::stages - 1;
       if (tile >= tiles.first) {
         fetch_keys<false>(tile);
@@ -135,13 +146,12 @@ struct KeyValueRing {
     }
   }
 
-  // Publishes the values of `tile` where acquire_keys() has not, and whatever else the block wrote to shared memory.
-  // With pairs of warps it says whether any thread of the block has voted.
-  __device__ __forceinline__ bool acquire_values(bool first, bool vote) const {
-    if (first || Config::stages == 1) cp_async_wait<Config::stages - 1>();
-    if constexpr (Shape::warps_n == 2) return __syncthreads_or(vote);
-    if (first || Config::stages == 1) __syncthreads();
-    return false;
+  // With one stage: publishes the values, and whatever else the block wrote to shared memory, when all have done with
+  // the keys. Says whether any thread of the block has voted.
+  __device__ __forceinline__ bool take_turns(bool vote) const {
+    if constexpr (!turns) return vote;
+    cp_async_wait<0>();
+    return __syncthreads_or(vote);
   }
 
   // Whether the values of a tile, acquired, hold an inf or NaN that a mask may hide. Asked in careful passes only.
@@ -150,9 +160,9 @@ struct KeyValueRing {
     return __syncthreads_or(has_nonfinite<Shape::Element>(v_loader(), v_tile(tile)));
   }
 
-  // With one stage, the keys of the next tile take the place of those of `tile`, which the block has done with.
+  // With one stage: the keys of the next tile take the place of those of `tile`.
   __device__ __forceinline__ void replace_keys(int tile, const KeyTiles& tiles) const {
-    if (Config::stages == 1 && tile > tiles.first) {
+    if (turns && tile > tiles.first) {
       fetch_keys<false>(tile - 1);
       cp_async_commit();
     }
@@ -165,7 +175,7 @@ struct KeyValueRing {
   __device__ __forceinline__ unsigned v_tile(int tile) const { return sV + stage(tile) * Shape::v_bytes; }
 
  private:
-  static constexpr int prefilled = Config::stages == 1 ? 1 : Config::stages - 1;
+  static constexpr bool turns = Config::stages == 1;
 
   static __device__ __forceinline__ int stage(int tile) { return static_cast<unsigned>(tile) % Config::stages; }
 };
@@ -269,10 +279,9 @@ __device__ __forceinline__ void pack_weights(unsigned (&rP)[Shape::n_tiles / 2][
 }
 
 // Before a tile is weighed: rows that have no reference yet, and those in `raise`, take its maximum.
-__device__ __forceinline__ void raise_references(OnlineSoftmax<Shape::m_tiles>& softmax,
-                                                 float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
+__device__ __forceinline__ void raise_references(Softmax& softmax, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
                                                  const float (&rS)[Shape::m_tiles][Shape::n_tiles][4], unsigned raise,
-                                                 float exp2_scale, unsigned sRow) {
+                                                 float exp2_scale, unsigned sRow, const Parked& parked) {
   raise |= softmax.rows_without_max();
   if (!__any_sync(0xFFFFFFFFu, raise != 0)) return;
   float tile_max[Shape::m_tiles][2];
@@ -283,35 +292,35 @@ __device__ __forceinline__ void raise_references(OnlineSoftmax<Shape::m_tiles>& 
                                 [](float a, float b) { return fmaxf(a, b); });
   }
   softmax.raise_max(raise, tile_max, rO, exp2_scale);
+  parked.set_far(softmax.any_far(exp2_scale));
 }
 
 // After a tile has been weighed: the rows whose reference is too low, by which all that share the tile must repeat it;
 // 0 in most tiles. Pairs of warps swap their weights here, at the barrier that also publishes the values.
-__device__ __forceinline__ bool must_repeat(const KeyValueRing& ring, bool first, float (&tile_sum)[Shape::m_tiles][2],
+__device__ __forceinline__ bool must_repeat(const KeyValueRing& ring, float (&tile_sum)[Shape::m_tiles][2],
                                             const unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4], unsigned sP,
                                             unsigned sRow, unsigned& raise) {
-  const bool heavy = heavy_rows(tile_sum) != 0;
+  const bool heavy = (heavy_rows(tile_sum) & ~raise) != 0;  // once raised, a row is settled
   if constexpr (Shape::warps_n == 1) {
     if (!__any_sync(0xFFFFFFFFu, heavy)) return false;
     quad_max(tile_sum);
   } else {
     const WarpCoordinate w;
     publish_weights<Shape::tile_n>(sP, rP, w.lane_row(), w.side * Shape::n_tiles, w.lane);
-    if (!ring.acquire_values(first, heavy)) return false;
+    if (!ring.take_turns(heavy)) return false;
     quad_max(tile_sum);
     combine_rows<Shape::tile_m>(tile_sum, sRow, w.pair, w.side, w.lane_row(), w.lane,
                                 [](float a, float b) { return fmaxf(a, b); });
   }
-  raise = heavy_rows(tile_sum);
+  raise |= heavy_rows(tile_sum);
   return true;
 }
 
 // The weights of one tile in rP, relative to references that keep them in range.
-__device__ __forceinline__ void weigh_tile(OnlineSoftmax<Shape::m_tiles>& softmax,
-                                           float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
+__device__ __forceinline__ void weigh_tile(Softmax& softmax, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
                                            unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4],
                                            const KeyValueRing& ring, const ForwardParams& p, unsigned shared,
-                                           int row_begin, int tile, bool first, bool masked) {
+                                           int row_begin, int tile, bool masked) {
   const unsigned sQ = shared, sP = shared + Shape::p_at, sRow = shared + Shape::row_at;
   unsigned raise = 0;
   float tile_sum[Shape::m_tiles][2];
@@ -320,10 +329,11 @@ __device__ __forceinline__ void weigh_tile(OnlineSoftmax<Shape::m_tiles>& softma
     query_key(rS, sQ, ring.k_tile(tile));
     stage_scores<Config::score>(rS, p);
     if (masked) mask_tile(rS, p, row_begin, tile * Shape::tile_n);
-    raise_references(softmax, rO, rS, raise, p.exp2_scale, sRow);
+    raise_references(softmax, rO, rS, raise, p.exp2_scale, sRow, ring.parked);
+    if (ring.parked.far()) softmax.subtract_far_references(rS, p.exp2_scale);
     softmax.exponentiate(rS, tile_sum, p.exp2_scale);
     pack_weights(rP, rS);
-  } while (must_repeat(ring, first, tile_sum, rP, sP, sRow, raise));
+  } while (must_repeat(ring, tile_sum, rP, sP, sRow, raise));
   softmax.add(tile_sum);
 }
 
@@ -384,19 +394,19 @@ __device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileC
   Shape::QLoader(rematerialized_thread(), p.head_dim).load<true>(sQ, gQ, p.q_row, rows_left);
   ring.prefill(tiles);
 
-  OnlineSoftmax<Shape::m_tiles> softmax;
-  softmax.init();
+  Softmax softmax;
+  softmax.init(shared + Shape::sum_at);
   float rO[Shape::m_tiles][Shape::d_tiles][4] = {};
 
   bool first = true;
 #pragma unroll 1
   for (int tile = tiles.last - 1; tile >= tiles.first; --tile, first = false) {
     const bool masked = needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, row_begin, tile);
-    ring.acquire_keys(tile, first);
+    ring.acquire(tile, first);
     unsigned rP[Shape::n_tiles / 2][Shape::m_tiles][4];
-    weigh_tile(softmax, rO, rP, ring, p, shared, row_begin, tile, first, masked);
+    weigh_tile(softmax, rO, rP, ring, p, shared, row_begin, tile, masked);
     ring.fetch_ahead(tile, tiles);
-    if constexpr (Shape::warps_n == 1) ring.acquire_values(first, false);
+    if constexpr (Shape::warps_n == 1) ring.take_turns(false);
     ring.replace_keys(tile, tiles);
     if (ring.holds_nonfinite(tile, masked)) silence_nonfinite(rO, ring, p, row_begin, tile);
     accumulate_output(rO, rP, ring.v_tile(tile), sP);

@@ -18,7 +18,6 @@ from cuflash.view import DeviceKind
 
 _RESERVED_SHARED = 1024  # bytes of shared memory that the driver takes for each block
 _MAX_HEADS = 65535  # of a grid's y axis
-_MAX_FLOAT32 = 3.4028234663852886e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +76,11 @@ class Sm80ForwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: sQ, the K/V ring, with warp pairs sP and sRow, and the parked words."""
+        """Dynamic shared memory of a block: sQ, the K/V ring, for warp pairs sP and sRow, row sums and parked words."""
         tiles = self.tile_m * max(self.tile_d, self.tile_dv) + self.stages * self.tile_n * (self.tile_d + self.tile_dv)
         pair = 2 * self.tile_m * self.tile_n + 8 * self.tile_m if self.warps_n == 2 else 0
-        return 2 * tiles + pair + 32
+        sums = 8 * (self.tile_m * self.warps_n // self.warps // 16) * self.threads
+        return 2 * tiles + pair + sums + 64
 
     def describe(self) -> dict[str, Any]:
         """The fields, with the derived sizes."""
@@ -106,7 +106,8 @@ class _Tile:
 # fits at all. tile_n alone decides how a row's sums are grouped, so for one size of head on one device it must not
 # depend on the problem.
 _TILES = (
-    _Tile(64, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=3),
+    _Tile(64, 128, 128, warps=4, warps_n=1, stages=2, blocks_per_sm=2),
+    _Tile(64, 128, 128, warps=4, warps_n=1, stages=1, blocks_per_sm=2),
     _Tile(96, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=2),
     _Tile(128, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=2, rolled_spans=1),
     _Tile(128, 128, 64, warps=4, warps_n=1, stages=1, blocks_per_sm=2, rolled_spans=1),
@@ -136,8 +137,6 @@ class Sm80Forward:
             return f"takes float16 and bfloat16, not {problem.dtype}; cast the inputs"
         if problem.heads_q > _MAX_HEADS:
             return f"takes at most {_MAX_HEADS} query heads, not {problem.heads_q}"
-        if max(abs(problem.scale), problem.softcap) > _MAX_FLOAT32:
-            return f"computes in float32, which cannot hold scale {problem.scale} and softcap {problem.softcap}"
         if _alignment(operands) < 2 or operands.out.alignment < 2:
             return "needs addresses that are multiples of the element size"
         if not any(_fits(config, device) for config in _candidates(problem, operands)):
@@ -156,6 +155,7 @@ class Sm80Forward:
         batch_strides = [x.strides[0] * problem.itemsize for x in (operands.q, operands.k, operands.v, operands.out)]
         return ForwardLaunch(
             kernel,
+            device.index,
             forward_params(problem, operands, query_tiles, config.score),
             grid=(query_tiles, problem.heads_q, problem.batch),
             threads=config.threads,
@@ -171,6 +171,7 @@ class Sm80Forward:
             "registers": report.registers,
             "spill_bytes": report.spill_store_bytes + report.spill_load_bytes,
             "compile_seconds": report.seconds,
+            "from_cache": report.from_cache,
         }
 
 
@@ -207,7 +208,7 @@ def _config(tile: _Tile, problem: Problem, operands: Operands) -> Sm80ForwardCon
         warps=tile.warps,
         warps_n=tile.warps_n,
         stages=tile.stages,
-        blocks_per_sm=tile.blocks_per_sm if exact_dims else min(tile.blocks_per_sm, 2),  # padding takes registers
+        blocks_per_sm=tile.blocks_per_sm,
         rolled_spans=tile.rolled_spans,
         vector_bytes=_alignment(operands),
         out_vector_bytes=operands.out.alignment if operands.out.alignment != 8 else 4,
