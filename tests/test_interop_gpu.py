@@ -1,5 +1,7 @@
 """Arrays of every framework on a GPU: the same bits, on the caller's stream, in its memory, without waiting."""
 
+import gc
+
 import numpy as np
 import pytest
 from backends import TARGETS, Target, assert_same_bits
@@ -95,6 +97,7 @@ def test_expanded_tensors(torch):
     k, v = k[:1, :, :1], v[:1, :, :1]
     want, _ = t.attend(q, np.repeat(np.repeat(k, 2, 0), 4, 2), np.repeat(np.repeat(v, 2, 0), 4, 2), **OPTIONS)
     expanded = [t.make(x).expand(2, -1, 4, -1) for x in (k, v)]
+    gc.collect()  # tensors of earlier tests that are freed in between would count
     before = torch.cuda.memory_allocated()
     out = cuflash.attention(t.make(q), *expanded, **OPTIONS)
     # q itself is freed again: nothing but the output is left, and no copy of k or v was made on the way.

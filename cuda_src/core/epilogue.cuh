@@ -29,10 +29,9 @@ __device__ __forceinline__ void store_chunk(char* target, const uint4& chunk, in
 }
 
 // One warp's rows and part of the columns of O to sO (tile_m, Dim). Says whether any of it is inf or NaN.
-template <class Element, int Dim, int Parts, int MTiles, int DTiles, int Threads>
+template <class Element, int Dim, int Parts, int MTiles, int DTiles>
 __device__ __forceinline__ bool stage_output(unsigned sO, const float (&rO)[MTiles][DTiles][4],
-                                             const OnlineSoftmax<MTiles, Threads>& softmax, int warp_row, int side,
-                                             int lane) {
+                                             const OnlineSoftmax<MTiles>& softmax, int warp_row, int side, int lane) {
   unsigned zero = 0;
 #pragma unroll
   for (int m = 0; m < MTiles; ++m)
@@ -70,8 +69,8 @@ __device__ __forceinline__ void store_output(unsigned sO, char* gO, int64 row_st
 }
 
 // The log-sum-exp of one warp's rows; the lane of a quad that owns column 0 writes.
-template <int MTiles, int Threads>
-__device__ __forceinline__ void store_lse(float* gLse, const OnlineSoftmax<MTiles, Threads>& softmax, float exp2_scale,
+template <int MTiles>
+__device__ __forceinline__ void store_lse(float* gLse, const OnlineSoftmax<MTiles>& softmax, float exp2_scale,
                                           int warp_row, int rows_left, int lane) {
   if (gLse == nullptr || lane % 4 != 0) return;
 #pragma unroll

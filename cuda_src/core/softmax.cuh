@@ -4,8 +4,6 @@
 #include "core/mask.cuh"
 #include "core/types.cuh"
 #include "ptx/math.cuh"
-#include "ptx/shared.cuh"
-#include "ptx/special.cuh"
 
 namespace cuflash {
 
@@ -22,22 +20,19 @@ constexpr float kMaxTileSum = 16384.0f;
 // many base-2 units its rounding would show, or overflow; such a row subtracts first, which is exact near the maximum.
 constexpr float kMaxFoldedReference = 1048576.0f;
 
-// State of this thread's rows: lane/4 and lane/4 + 8 of each 16-row fragment. The sums are needed once a tile, and wait
-// for it in shared memory.
-template <int MTiles, int Threads>
+// State of this thread's rows: lane/4 and lane/4 + 8 of each 16-row fragment.
+template <int MTiles>
 struct OnlineSoftmax {
   float row_max[MTiles][2];  // in staged score units; shared by the four lanes of a row
-  float row_sum[MTiles][2];  // from finish() on
-  unsigned sSum;             // (2 * MTiles, Threads) floats: each lane's part of its rows' sums
+  float row_sum[MTiles][2];  // this lane's part only, until finish()
 
-  __device__ __forceinline__ void init(unsigned sums) {
-    sSum = sums;
+  __device__ __forceinline__ void init() {
 #pragma unroll
     for (int m = 0; m < MTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         row_max[m][half] = negative_infinity();
-        store_shared(sum_address(m, half), 0.0f);
+        row_sum[m][half] = 0.0f;
       }
   }
 
@@ -64,7 +59,7 @@ struct OnlineSoftmax {
         const bool raise = (rows >> (2 * m + half) & 1) && now > old;  // not for NaN, nor for -inf over -inf
         const float factor = raise ? exp2_approx((old - now) * exp2_scale) : 1.0f;
         row_max[m][half] = raise ? now : old;
-        store_shared(sum_address(m, half), load_shared_float(sum_address(m, half)) * factor);
+        row_sum[m][half] *= factor;
 #pragma unroll
         for (int d = 0; d < DTiles; ++d) {
           rO[m][d][2 * half] *= factor;
@@ -127,10 +122,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int m = 0; m < MTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const unsigned at = sum_address(m, half);
-        store_shared(at, load_shared_float(at) + tile_sum[m][half]);
-      }
+      for (int half = 0; half < 2; ++half) row_sum[m][half] += tile_sum[m][half];
   }
 
   // Adds up the four lanes of each row.
@@ -139,7 +131,7 @@ struct OnlineSoftmax {
     for (int m = 0; m < MTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float sum = load_shared_float(sum_address(m, half));
+        float sum = row_sum[m][half];
         sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
         sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
         row_sum[m][half] = sum;
@@ -162,10 +154,6 @@ struct OnlineSoftmax {
   }
 
  private:
-  __device__ __forceinline__ unsigned sum_address(int m, int half) const {
-    return sSum + 4 * ((2 * m + half) * Threads + rematerialized_thread());
-  }
-
   __device__ __forceinline__ bool is_far(int m, int half, float exp2_scale) const {
     return fabsf(__fmul_rn(row_max[m][half], exp2_scale)) > kMaxFoldedReference &&
            row_max[m][half] != negative_infinity();

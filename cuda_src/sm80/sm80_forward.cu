@@ -39,15 +39,15 @@ struct Shape {
   static constexpr int p_bytes = warps_n == 1 ? 0 : 2 * tile_m * tile_n;  // weights on their way to the partner
   static constexpr int row_bytes = warps_n == 1 ? 0 : 2 * 4 * tile_m;     // row maxima and sums, likewise
   // Shared memory: sQ (tile_m, tile_d), later sO (tile_m, tile_dv); the ring; sP (tile_m, tile_n); sRow (2, tile_m);
-  // the row sums of OnlineSoftmax; the parked words.
+  // the parked words.
   static constexpr int ring_at = q_bytes, p_at = ring_at + ring_bytes, row_at = p_at + p_bytes;
-  static constexpr int sum_at = row_at + row_bytes, parked_at = sum_at + 2 * m_tiles * threads * 4;
+  static constexpr int parked_at = row_at + row_bytes;
   static_assert(warp_rows % 16 == 0 && n_tiles % 2 == 0 && d_tiles % 2 == 0, "tiles are made of 16 x 16 blocks");
   static_assert(warps_n == 1 || (warps_n == 2 && tile_n % 32 == 0), "a row belongs to one warp or to a pair");
   static_assert(warps_n == 1 || Config::stages == 1, "pairs swap weights at the barrier before V that one stage has");
 };
 
-using Softmax = OnlineSoftmax<Shape::m_tiles, Shape::threads>;
+using Softmax = OnlineSoftmax<Shape::m_tiles>;
 
 // What a block needs again for every tile, in shared memory: kept in registers over the loop it would be spilled.
 struct Parked {
@@ -395,7 +395,7 @@ __device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileC
   ring.prefill(tiles);
 
   Softmax softmax;
-  softmax.init(shared + Shape::sum_at);
+  softmax.init();
   float rO[Shape::m_tiles][Shape::d_tiles][4] = {};
 
   bool first = true;

@@ -73,7 +73,7 @@ struct TileLoader {
   template <bool CheckRows>
   __device__ __forceinline__ void load(unsigned sTile, const char* gTile, int64 row_stride, int rows_left) const {
     const char* source = gTile + row * row_stride + 16 * chunk;
-#pragma unroll(VectorBytes == 16 ? passes : 1)  // narrow copies are many instructions each
+#pragma unroll
     for (int pass = 0; pass < passes; ++pass) {
       const int r = row + pass * rows_per_pass;
       const unsigned target = sTile + Layout::offset(r, chunk);

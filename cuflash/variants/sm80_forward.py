@@ -76,11 +76,10 @@ class Sm80ForwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: sQ, the K/V ring, for warp pairs sP and sRow, row sums and parked words."""
+        """Dynamic shared memory of a block: sQ, the K/V ring, for warp pairs sP and sRow, and the parked words."""
         tiles = self.tile_m * max(self.tile_d, self.tile_dv) + self.stages * self.tile_n * (self.tile_d + self.tile_dv)
         pair = 2 * self.tile_m * self.tile_n + 8 * self.tile_m if self.warps_n == 2 else 0
-        sums = 8 * (self.tile_m * self.warps_n // self.warps // 16) * self.threads
-        return 2 * tiles + pair + sums + 64
+        return 2 * tiles + pair + 64
 
     def describe(self) -> dict[str, Any]:
         """The fields, with the derived sizes."""
