@@ -161,7 +161,7 @@ def _read(base: Path, key: str) -> Entry | None:
         return None
     try:
         meta = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise CorruptEntry(f"{META} is not JSON") from None
     if not isinstance(meta, dict) or meta.get("checksum") != _checksum(meta) or meta.get("key") != key:
         raise CorruptEntry(f"{META} does not match its checksum")
