@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 # Long chains of sums round more than those of the error rule's yardstick, whose products BLAS sums by other kernels
 # when they are small. So the sum over a key tile is made of PARTS shorter ones, and a score of chains of COLUMNS or
 # fewer (half as many up to that head_dim, where the yardstick rounds least). Each costs some 5 to 10 % of the time.
-PARTS = 4
+PARTS = 8
 COLUMNS = 32
 _LARGE = 1 << 15  # elements of a product
 

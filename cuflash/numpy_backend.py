@@ -35,9 +35,9 @@ from cuflash.problem import Problem
 
 Array = np.ndarray[Any, Any]
 
-# Four 256 x 256 float32 score tiles are 1 MiB; smaller ones stay in smaller caches but switch threads more often.
+# Two 256 x 512 float32 score tiles are 1 MiB; smaller ones stay in smaller caches but switch threads more often.
 TILE_Q = 256
-TILE_K = 256
+TILE_K = 512
 # Below this many FLOPs starting threads costs more than it gains.
 _FLOPS_PER_THREAD = 10_000_000
 # Results that overflowed are tried again on V times this: weights are at most 1 each and keys at most 2**30.
