@@ -34,7 +34,7 @@ def forward_params(problem: Problem, operands: Operands, query_tiles: int, score
     """The constant part of ForwardParams: everything after the pointers."""
     p = problem
     arrays = (operands.q, operands.k, operands.v, operands.out)
-    strides = [step * p.itemsize for x in arrays for step in (x.strides[0], x.strides[1], x.strides[2])]
+    strides = [step * p.itemsize for x in arrays for step in x.strides]
     # The kernels add a row index to a diagonal in 32 bits: an open side becomes the nearest one that hides nothing.
     lower = -p.seqlen_q if p.diag_lower is None else min(max(p.diag_lower, -p.seqlen_q), p.seqlen_k)
     upper = p.seqlen_k if p.diag_upper is None else max(min(p.diag_upper, p.seqlen_k), -p.seqlen_q)

@@ -249,3 +249,16 @@ def visible(m, n, causal=False, window=None, **_):
     if right is not None:
         mask &= j <= centre + right
     return mask
+
+
+class Foreign:
+    """An array of a framework that cuflash has no adapter for."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **keywords):
+        return self.array.__dlpack__(**keywords)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()

@@ -10,6 +10,7 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
+from backends import Foreign
 
 import cuflash
 from cuflash import api, arrays, select
@@ -80,19 +81,6 @@ def to_jax(x):
     jax = pytest.importorskip("jax")
     with jax.enable_x64(True):
         return jax.numpy.asarray(x)
-
-
-class Foreign:
-    """An array of a framework that cuflash has no adapter for."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **keywords):
-        return self.array.__dlpack__(**keywords)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import gc
 
 import numpy as np
 import pytest
-from backends import TARGETS, Target, assert_same_bits
+from backends import TARGETS, Foreign, Target, assert_same_bits
 
 import cuflash
 from cuflash.reference import check_forward
@@ -35,19 +35,6 @@ def inputs(dtype="bfloat16", seed=0):
 def sleep(torch, cycles=200_000_000):
     """Keep the current stream busy for a tenth of a second or more."""
     torch.cuda._sleep(cycles)
-
-
-class Foreign:
-    """An array of a framework that cuflash has no adapter for."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **keywords):
-        return self.array.__dlpack__(**keywords)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
 
 
 # ---- the same bits ---------------------------------------------------------------------------------------------------

@@ -42,8 +42,7 @@ __device__ __forceinline__ bool stage_output(unsigned sO, const float (&rO)[MTil
 #pragma unroll
       for (int d = 0; d < DTiles; ++d) {
         const unsigned pair = pack<Element>(rO[m][d][2 * half] * inverse, rO[m][d][2 * half + 1] * inverse);
-        const int chunk =
-            TileLayout<Dim>::template part_start<Parts>(side) ^ TileLayout<Dim>::template part_chunk<Parts>(d);
+        const int chunk = TileLayout<Dim>::template part_chunk<Parts>(side, d);
         const unsigned target = sO + TileLayout<Dim>::offset(row, chunk) + 4 * (lane % 4);
         store_shared(target, pair);
         zero = add_zero_times<Element>(pair, zero);

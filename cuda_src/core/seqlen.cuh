@@ -5,13 +5,6 @@
 
 namespace cuflash {
 
-__device__ __forceinline__ int clamp_min(int x, int lo) {
-  return x < lo ? lo : x;
-}
-__device__ __forceinline__ int clamp_max(int x, int hi) {
-  return x > hi ? hi : x;
-}
-
 // Key tiles [first, last) of TileN keys for query rows [row_begin, row_end). Tiles start at multiples of TileN from
 // key 0, whatever the query tile, so that a row's sums group the same way in every problem.
 struct KeyTiles {
@@ -20,8 +13,8 @@ struct KeyTiles {
   template <bool HasBand, int TileN>
   static __device__ __forceinline__ KeyTiles make(const ForwardParams& p, int row_begin, int row_end) {
     if constexpr (HasBand) {
-      const int first_key = clamp_min(row_begin + p.diag_lower, 0);
-      const int last_key = clamp_max(row_end - 1 + p.diag_upper, p.seqlen_k - 1);
+      const int first_key = max(row_begin + p.diag_lower, 0);
+      const int last_key = min(row_end - 1 + p.diag_upper, p.seqlen_k - 1);
       return {first_key / TileN, last_key < 0 ? 0 : last_key / TileN + 1};
     } else {
       return {0, (p.seqlen_k + TileN - 1) / TileN};

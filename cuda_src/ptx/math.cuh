@@ -1,4 +1,4 @@
-// Special-function-unit approximations (PTX ISA, "Floating Point Instructions: ex2, lg2, rcp").
+// Special-function-unit approximations (PTX ISA, "Floating Point Instructions: ex2, rcp").
 #pragma once
 
 namespace cuflash {
@@ -7,12 +7,6 @@ namespace cuflash {
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float log2_approx(float x) {
-  float y;
-  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -41,8 +41,7 @@ __device__ __forceinline__ void add_nonfinite_values(float (&rO)[MTiles][DTiles]
   for (int key = 0; key < TileN; ++key) {
 #pragma unroll
     for (int d = 0; d < DTiles; ++d) {
-      const int chunk =
-          TileLayout<Dim>::template part_start<Parts>(side) ^ TileLayout<Dim>::template part_chunk<Parts>(d);
+      const int chunk = TileLayout<Dim>::template part_chunk<Parts>(side, d);
       const unsigned pair = load_shared(sV + TileLayout<Dim>::offset(key, chunk) + 4 * (lane % 4));
       if (!any_nonfinite<Element>(pair)) continue;
       const unsigned only = pair & ~finite_or_zero<Element>(pair);  // the finite half, if any, becomes 0

@@ -352,8 +352,6 @@ __device__ __forceinline__ void accumulate_output(float (&rO)[Shape::m_tiles][Sh
     value.origin = origin + w.first_key() * TileLayout<Shape::tile_dv>::row_bytes;
 #pragma unroll
     for (int k = 0; k < blocks; ++k) weight_value(rO, rP[k], value, k);
-    if constexpr (Config::stages > 1)
-      pair_sync(w.pair);  // with one stage the barrier before V has published sP already
     auto weights =
         FragmentAddress<Shape::tile_n>::rows_first(sP + w.row * TileLayout<Shape::tile_n>::row_bytes, w.lane);
     weights = weights.template part<2>(1 - w.side);

@@ -29,19 +29,19 @@ struct TileLayout {
     return row * row_bytes + ((chunk ^ swizzle(row)) << 4);
   }
 
-  // Chunk number of 8-column tile `tile` of a warp that owns the first of Parts equal parts of every span; XOR with
-  // part_start<Parts>(side) for the other part. Halving spans rather than Dim keeps every offset a constant for any
-  // Dim.
-  template <int Parts>
-  static constexpr __device__ __forceinline__ int part_chunk(int tile) {
-    constexpr int blocks = span_blocks / Parts;
-    const int block = tile / 2;
-    return 2 * (block / blocks * span_blocks + block % blocks) + tile % 2;
-  }
-
+  // First chunk of the part `side` of Parts equal parts of a span.
   template <int Parts>
   static constexpr __device__ __forceinline__ int part_start(int side) {
     return Parts == 1 ? 0 : 2 * side * (span_blocks / Parts);
+  }
+
+  // Chunk number of 8-column tile `tile` of a warp that owns that part of every span. Dividing spans rather than Dim
+  // makes what depends on the tile a constant for any Dim.
+  template <int Parts>
+  static constexpr __device__ __forceinline__ int part_chunk(int side, int tile) {
+    constexpr int blocks = span_blocks / Parts;
+    const int block = tile / 2;
+    return part_start<Parts>(side) ^ (2 * (block / blocks * span_blocks + block % blocks) + tile % 2);
   }
 };
 

@@ -1,7 +1,7 @@
 // Two warps that share query rows. For head dims over 128 one warp cannot hold 32 rows of O, and with 16 rows it would
 // read every K and V fragment for half as much work, which binds on shared memory. So a pair of warps shares 32 rows:
-// each takes half of a tile's keys for S and half of head_dim_v for O, and they swap row maxima, weights and, at the
-// end, row sums.
+// each takes half of a tile's keys for S and half of head_dim_v for O, and they swap weights, row maxima where
+// those are needed and, at the end, row sums.
 #pragma once
 
 #include "core/softmax.cuh"

@@ -92,7 +92,7 @@ class Variant(Protocol):
     def unsupported(self, problem: Problem, operands: Operands, device: DeviceInfo) -> str | None:
         """Why this variant cannot run the problem on the device, or None when it can."""
 
-    def config(self, problem: Problem, operands: Operands, device: DeviceInfo) -> Any:
+    def config(self, problem: Problem, operands: Operands, device: DeviceInfo) -> Config:
         """The frozen Config for a problem that :meth:`unsupported` accepts."""
 
     def launcher(self, problem: Problem, operands: Operands, device: DeviceInfo, config: Any) -> Launcher:

@@ -197,23 +197,18 @@ def _candidates(problem: Problem, operands: Operands) -> list[Sm80ForwardConfig]
 
 def _config(tile: _Tile, problem: Problem, operands: Operands) -> Sm80ForwardConfig:
     tile_d, tile_dv = _round_up(problem.head_dim, 32), _round_up(problem.head_dim_v, 32)
-    exact_dims = (problem.head_dim, problem.head_dim_v) == (tile_d, tile_dv)
+    shared_fields = asdict(tile)
+    del shared_fields["max_dim"]
     return Sm80ForwardConfig(
         element=problem.dtype,
-        tile_m=tile.tile_m,
-        tile_n=tile.tile_n,
         tile_d=tile_d,
         tile_dv=tile_dv,
-        warps=tile.warps,
-        warps_n=tile.warps_n,
-        stages=tile.stages,
-        blocks_per_sm=tile.blocks_per_sm,
-        rolled_spans=tile.rolled_spans,
         vector_bytes=_alignment(operands),
         out_vector_bytes=operands.out.alignment if operands.out.alignment != 8 else 4,
-        exact_dims=exact_dims,
+        exact_dims=(problem.head_dim, problem.head_dim_v) == (tile_d, tile_dv),
         has_band=problem.has_band,
         score=_score(problem),
+        **shared_fields,
     )
 
 
