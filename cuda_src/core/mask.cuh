@@ -16,8 +16,7 @@ struct VisibleKeys {
   template <bool HasBand>
   static __device__ __forceinline__ VisibleKeys of_row(const ForwardParams& p, int row) {
     if constexpr (HasBand) {
-      const int upper = row + p.diag_upper;
-      return {row + p.diag_lower, upper < p.seqlen_k - 1 ? upper : p.seqlen_k - 1};
+      return {row + p.diag_lower, min(row + p.diag_upper, p.seqlen_k - 1)};
     } else {
       return {0, p.seqlen_k - 1};
     }

@@ -183,8 +183,9 @@ __device__ __forceinline__ void quad_max(float (&value)[MTiles][2]) {
     }
 }
 
+// The largest of this lane's scores in each row.
 template <int MTiles, int NTiles>
-__device__ __forceinline__ void tile_row_max(const float (&rS)[MTiles][NTiles][4], float (&tile_max)[MTiles][2]) {
+__device__ __forceinline__ void lane_row_max(const float (&rS)[MTiles][NTiles][4], float (&tile_max)[MTiles][2]) {
 #pragma unroll
   for (int m = 0; m < MTiles; ++m)
 #pragma unroll
@@ -194,7 +195,6 @@ __device__ __forceinline__ void tile_row_max(const float (&rS)[MTiles][NTiles][4
       for (int n = 1; n < NTiles; ++n) best = fmaxf(best, fmaxf(rS[m][n][2 * half], rS[m][n][2 * half + 1]));
       tile_max[m][half] = best;
     }
-  quad_max(tile_max);
 }
 
 }  // namespace cuflash

@@ -278,6 +278,16 @@ __device__ __forceinline__ void pack_weights(unsigned (&rP)[Shape::n_tiles / 2][
     }
 }
 
+// The largest value among all lanes that share a row, the partner's too.
+__device__ __forceinline__ void row_wide_max(float (&value)[Shape::m_tiles][2], unsigned sRow) {
+  quad_max(value);
+  if constexpr (Shape::warps_n == 2) {
+    const WarpCoordinate w;
+    combine_rows<Shape::tile_m>(value, sRow, w.pair, w.side, w.lane_row(), w.lane,
+                                [](float a, float b) { return fmaxf(a, b); });
+  }
+}
+
 // Before a tile is weighed: rows that have no reference yet, and those in `raise`, take its maximum.
 __device__ __forceinline__ void raise_references(Softmax& softmax, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
                                                  const float (&rS)[Shape::m_tiles][Shape::n_tiles][4], unsigned raise,
@@ -285,12 +295,8 @@ __device__ __forceinline__ void raise_references(Softmax& softmax, float (&rO)[S
   raise |= softmax.rows_without_max();
   if (!__any_sync(0xFFFFFFFFu, raise != 0)) return;
   float tile_max[Shape::m_tiles][2];
-  tile_row_max(rS, tile_max);
-  if constexpr (Shape::warps_n == 2) {
-    const WarpCoordinate w;
-    combine_rows<Shape::tile_m>(tile_max, sRow, w.pair, w.side, w.lane_row(), w.lane,
-                                [](float a, float b) { return fmaxf(a, b); });
-  }
+  lane_row_max(rS, tile_max);
+  row_wide_max(tile_max, sRow);
   softmax.raise_max(raise, tile_max, rO, exp2_scale);
   parked.set_far(softmax.any_far(exp2_scale));
 }
@@ -303,15 +309,12 @@ __device__ __forceinline__ bool must_repeat(const KeyValueRing& ring, float (&ti
   const bool heavy = (heavy_rows(tile_sum) & ~raise) != 0;  // once raised, a row is settled
   if constexpr (Shape::warps_n == 1) {
     if (!__any_sync(0xFFFFFFFFu, heavy)) return false;
-    quad_max(tile_sum);
   } else {
     const WarpCoordinate w;
     publish_weights<Shape::tile_n>(sP, rP, w.lane_row(), w.side * Shape::n_tiles, w.lane);
     if (!ring.take_turns(heavy)) return false;
-    quad_max(tile_sum);
-    combine_rows<Shape::tile_m>(tile_sum, sRow, w.pair, w.side, w.lane_row(), w.lane,
-                                [](float a, float b) { return fmaxf(a, b); });
   }
+  row_wide_max(tile_sum, sRow);
   raise |= heavy_rows(tile_sum);
   return true;
 }
