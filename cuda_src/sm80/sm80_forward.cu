@@ -37,8 +37,8 @@ struct Shape {
   using VLoader = TileLoader<tile_n, tile_dv, threads, Config::vector_bytes, Config::exact_dims>;
   static constexpr int ring_bytes = Config::stages * (k_bytes + v_bytes);
   static constexpr int p_bytes = warps_n == 1 ? 0 : 2 * tile_m * tile_n;  // weights on their way to the partner
-  static constexpr int row_bytes = warps_n == 1 ? 0 : 2 * 4 * tile_m;     // row maxima and sums, likewise
-  // Shared memory: sQ (tile_m, tile_d), later sO (tile_m, tile_dv); the ring; sP (tile_m, tile_n); sRow (2, tile_m);
+  static constexpr int row_bytes = warps_n == 1 ? 0 : 2 * 16 * tile_m;    // row maxima and sums, likewise
+  // Shared memory: sQ (tile_m, tile_d), later sO (tile_m, tile_dv); the ring; sP (tile_m, tile_n); sRow (2, tile_m, 4);
   // the parked words.
   static constexpr int ring_at = q_bytes, p_at = ring_at + ring_bytes, row_at = p_at + p_bytes;
   static constexpr int parked_at = row_at + row_bytes;
@@ -51,7 +51,7 @@ using Softmax = OnlineSoftmax<Shape::m_tiles>;
 
 // What a block needs again for every tile, in shared memory: kept in registers over the loop it would be spilled.
 struct Parked {
-  unsigned at;  // const char* keys, const char* values of the block's head; unsigned careful; unsigned far[warps]
+  unsigned at;  // const char* keys, const char* values of the block's head; unsigned careful
 
   // By one thread; a barrier must follow before a fetch.
   __device__ __forceinline__ void init(const ForwardParams& p, const TileCoordinate& c) const {
@@ -67,13 +67,6 @@ struct Parked {
   // Whether this pass over the block's tiles watches for inf and NaN in V.
   __device__ __forceinline__ bool careful() const { return load_shared(at + 16) != 0; }
   __device__ __forceinline__ void set_careful(bool careful) const { store_shared(at + 16, careful ? 1u : 0u); }
-
-  // OnlineSoftmax::any_far() of the calling warp.
-  __device__ __forceinline__ bool far() const { return load_shared(at + 20 + rematerialized_thread() / 32 * 4) != 0; }
-  __device__ __forceinline__ void set_far(bool far) const {
-    store_shared(at + 20 + rematerialized_thread() / 32 * 4, far ? 1u : 0u);
-    __syncwarp();
-  }
 };
 
 // The ring of K and V tiles: tile j lives in stage j % stages. With one stage, keys are fetched while values are in use
@@ -147,11 +140,12 @@ struct KeyValueRing {
   }
 
   // With one stage: publishes the values, and whatever else the block wrote to shared memory, when all have done with
-  // the keys. Says whether any thread of the block has voted.
-  __device__ __forceinline__ bool take_turns(bool vote) const {
-    if constexpr (!turns) return vote;
-    cp_async_wait<0>();
-    return __syncthreads_or(vote);
+  // the keys.
+  __device__ __forceinline__ void take_turns() const {
+    if constexpr (turns) {
+      cp_async_wait<0>();
+      __syncthreads();
+    }
   }
 
   // Whether the values of a tile, acquired, hold an inf or NaN that a mask may hide. Asked in careful passes only.
@@ -278,66 +272,40 @@ __device__ __forceinline__ void pack_weights(unsigned (&rP)[Shape::n_tiles / 2][
     }
 }
 
-// The largest value among all lanes that share a row, the partner's too.
-__device__ __forceinline__ void row_wide_max(float (&value)[Shape::m_tiles][2], unsigned sRow) {
-  quad_max(value);
-  if constexpr (Shape::warps_n == 2) {
-    const WarpCoordinate w;
-    combine_rows<Shape::tile_m>(value, sRow, w.pair, w.side, w.lane_row(), w.lane,
-                                [](float a, float b) { return fmaxf(a, b); });
-  }
-}
-
-// Before a tile is weighed: rows that have no reference yet, and those in `raise`, take its maximum.
-__device__ __forceinline__ void raise_references(Softmax& softmax, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
-                                                 const float (&rS)[Shape::m_tiles][Shape::n_tiles][4], unsigned raise,
-                                                 float exp2_scale, unsigned sRow, const Parked& parked) {
-  raise |= softmax.rows_without_max();
-  if (!__any_sync(0xFFFFFFFFu, raise != 0)) return;
-  float tile_max[Shape::m_tiles][2];
-  lane_row_max(rS, tile_max);
-  row_wide_max(tile_max, sRow);
-  softmax.raise_max(raise, tile_max, rO, exp2_scale);
-  parked.set_far(softmax.any_far(exp2_scale));
-}
-
-// After a tile has been weighed: the rows whose reference is too low, by which all that share the tile must repeat it;
-// 0 in most tiles. Pairs of warps swap their weights here, at the barrier that also publishes the values.
-__device__ __forceinline__ bool must_repeat(const KeyValueRing& ring, float (&tile_sum)[Shape::m_tiles][2],
-                                            const unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4], unsigned sP,
-                                            unsigned sRow, unsigned& raise) {
-  const bool heavy = (heavy_rows(tile_sum) & ~raise) != 0;  // once raised, a row is settled
+// Combines the values of all lanes that share a row with f.
+template <class F>
+__device__ __forceinline__ void combine_lanes(float (&value)[Shape::m_tiles][2], unsigned sRow, F&& f) {
   if constexpr (Shape::warps_n == 1) {
-    if (!__any_sync(0xFFFFFFFFu, heavy)) return false;
+    combine_quads(value, f);
   } else {
     const WarpCoordinate w;
-    publish_weights<Shape::tile_n>(sP, rP, w.lane_row(), w.side * Shape::n_tiles, w.lane);
-    if (!ring.take_turns(heavy)) return false;
+    combine_rows<Shape::tile_m>(value, sRow, w.pair, w.side, w.lane_row(), w.lane, f);
   }
-  row_wide_max(tile_sum, sRow);
-  raise |= heavy_rows(tile_sum);
-  return true;
 }
 
-// The weights of one tile in rP, relative to references that keep them in range.
+// The weights of one tile in rP, relative to the running maxima. Pairs of warps swap theirs at the barrier that also
+// publishes the values.
 __device__ __forceinline__ void weigh_tile(Softmax& softmax, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
                                            unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4],
                                            const KeyValueRing& ring, const ForwardParams& p, unsigned shared,
                                            int row_begin, int tile, bool masked) {
   const unsigned sQ = shared, sP = shared + Shape::p_at, sRow = shared + Shape::row_at;
-  unsigned raise = 0;
-  float tile_sum[Shape::m_tiles][2];
-  do {  // at most twice: relative to the tile's own maximum no weight is over 1
-    float rS[Shape::m_tiles][Shape::n_tiles][4];
-    query_key(rS, sQ, ring.k_tile(tile));
-    stage_scores<Config::score>(rS, p);
-    if (masked) mask_tile(rS, p, row_begin, tile * Shape::tile_n);
-    raise_references(softmax, rO, rS, raise, p.exp2_scale, sRow, ring.parked);
-    if (ring.parked.far()) softmax.subtract_far_references(rS, p.exp2_scale);
-    softmax.exponentiate(rS, tile_sum, p.exp2_scale);
-    pack_weights(rP, rS);
-  } while (must_repeat(ring, tile_sum, rP, sP, sRow, raise));
-  softmax.add(tile_sum);
+  float rS[Shape::m_tiles][Shape::n_tiles][4];
+  query_key(rS, sQ, ring.k_tile(tile));
+  stage_scores<Config::score>(rS, p);
+  if (masked) mask_tile(rS, p, row_begin, tile * Shape::tile_n);
+  float tile_max[Shape::m_tiles][2];
+  lane_row_max(rS, tile_max);
+  combine_lanes(tile_max, sRow, [](float a, float b) { return fmaxf(a, b); });
+  softmax.raise_max(tile_max, rO, p.exp2_scale);
+  if (softmax.any_far(p.exp2_scale)) softmax.subtract_far_references(rS, p.exp2_scale);
+  softmax.exponentiate(rS, p.exp2_scale);
+  pack_weights(rP, rS);
+  if constexpr (Shape::warps_n == 2) {
+    const WarpCoordinate w;
+    publish_weights<Shape::tile_n>(sP, rP, w.lane_row(), w.side * Shape::n_tiles, w.lane);
+    ring.take_turns();
+  }
 }
 
 // rO += P V over the whole tile: first with the warp's own weights, then with those of its partner.
@@ -407,20 +375,16 @@ __device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileC
     unsigned rP[Shape::n_tiles / 2][Shape::m_tiles][4];
     weigh_tile(softmax, rO, rP, ring, p, shared, row_begin, tile, masked);
     ring.fetch_ahead(tile, tiles);
-    if constexpr (Shape::warps_n == 1) ring.take_turns(false);
+    if constexpr (Shape::warps_n == 1) ring.take_turns();
     ring.replace_keys(tile, tiles);
     if (ring.holds_nonfinite(tile, masked)) silence_nonfinite(rO, ring, p, row_begin, tile);
     accumulate_output(rO, rP, ring.v_tile(tile), sP);
   }
 
-  softmax.finish();
   cp_async_wait<0>();
   __syncthreads();  // shared memory is free for O, and sRow for the sums
+  combine_lanes(softmax.row_sum, sRow, [](float a, float b) { return a + b; });
   const WarpCoordinate w;
-  if constexpr (Shape::warps_n == 2) {
-    combine_rows<Shape::tile_m>(softmax.row_sum, sRow, w.pair, w.side, w.lane_row(), w.lane,
-                                [](float a, float b) { return a + b; });
-  }
   float* gLse = p.lse ? p.lse + (static_cast<int64>(c.batch) * p.heads_q + c.head) * p.seqlen_q + row_begin : nullptr;
   if (w.side == 0) store_lse(gLse, softmax, p.exp2_scale, w.row, rows_left, w.lane);
   const bool spoilt =

@@ -78,7 +78,7 @@ class Sm80ForwardConfig:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: sQ, the K/V ring, for warp pairs sP and sRow, and the parked words."""
         tiles = self.tile_m * max(self.tile_d, self.tile_dv) + self.stages * self.tile_n * (self.tile_d + self.tile_dv)
-        pair = 2 * self.tile_m * self.tile_n + 8 * self.tile_m if self.warps_n == 2 else 0
+        pair = 2 * self.tile_m * self.tile_n + 32 * self.tile_m if self.warps_n == 2 else 0
         return 2 * tiles + pair + 64
 
     def describe(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class _Tile:
 # depend on the problem.
 _TILES = (
     _Tile(64, 128, 128, warps=4, warps_n=1, stages=2, blocks_per_sm=2),
-    _Tile(64, 128, 128, warps=4, warps_n=1, stages=1, blocks_per_sm=2),
+    _Tile(64, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=2),
     _Tile(96, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=2),
     _Tile(128, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=2, rolled_spans=1),
     _Tile(128, 128, 64, warps=4, warps_n=1, stages=1, blocks_per_sm=2, rolled_spans=1),
