@@ -127,7 +127,7 @@ def test_one_hot_rows_select_a_value_exactly(target, data):
 @computed
 @given(data=st.data())
 def test_the_largest_weight_is_not_rounded(target, data):
-    """One key leads by up to 9 nats wherever it lies, and all values are equal, so that only rounded weights can err."""
+    """One key leads by up to 9 nats, wherever it lies. All values are equal, so that only rounded weights can err."""
     n, d = data.draw(st.integers(2, 700)), data.draw(st.sampled_from([8, 64, 128, 256]))
     leads = np.array(data.draw(st.lists(st.floats(4, 9), min_size=1, max_size=40)))
     q, k = np.zeros((1, len(leads), 1, d)), np.zeros((1, n, 1, d))
@@ -135,7 +135,7 @@ def test_the_largest_weight_is_not_rounded(target, data):
     v = np.repeat(np.random.default_rng(n).standard_normal((1, 1, 1, d)), n, axis=1)
     q, k, v = (x.astype(target.np_dtype) for x in (q, k, v))
     out, _ = target.attend(q, k, v, scale=1.0)
-    tolerance = {"float32": 1e-6, "float64": 1e-14}.get(target.dtype, 0)
+    tolerance = {"float32": 1e-5, "float64": 1e-13}.get(target.dtype, 0)
     np.testing.assert_allclose(wide(out), np.broadcast_to(wide(v[:, :1]), out.shape), rtol=tolerance, atol=tolerance)
 
 
