@@ -1,17 +1,21 @@
-"""Tile sweep of the sm80 forward kernel: build Configs, check them, time them beside torch's FlashAttention-2.
+"""Tile sweep of a CUDA variant's forward kernel: build Configs, check them, time them beside its peers.
 
-    python benchmarks/tile_sweep.py                          # the tiles that cuflash uses
-    python benchmarks/tile_sweep.py --d 128 "tile_n=48" "stages=1,blocks_per_sm=3"
+    python benchmarks/tile_sweep.py                          # the sm80 tiles that cuflash uses, beside torch's FA2
+    python benchmarks/tile_sweep.py --variant sm90           # the same for sm90, beside torch cuDNN and FA3
+    python benchmarks/tile_sweep.py --d 128 -- "tile_n=48" "stages=1,blocks_per_sm=3"
 
 Each positional argument is a set of Config fields to change from the tile that cuflash would take. Every Config is
-compared with float64 before it is timed; all of them and the peer are timed in turns in one process, on random normal
-inputs.
+compared with float64 before it is timed; all of them and the peers are timed in turns in one process, on random normal
+inputs. FA3 is the JAX package dew-flash-attn-cu13 where it is installed; it is timed on the host's clock over several
+calls that are waited for together.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,15 +23,16 @@ from typing import Any
 
 import torch
 
-from cuflash import jit
+from cuflash import jit, select
 from cuflash.device import device_info
-from cuflash.launch import ForwardLaunch
 from cuflash.plan import contiguous_operands
 from cuflash.problem import Options, Problem, make_problem
-from cuflash.variants.sm80_forward import VARIANT, Sm80ForwardConfig
 
 TOKENS = 16384
 WIDTH = 2048  # heads * head_dim
+CALLS = 4  # in one measurement
+
+Timer = Callable[[], float]  # milliseconds of one call
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Case:
     """One Config under test for one head dim and mask."""
 
     name: str
-    config: Sm80ForwardConfig
+    config: Any
     report: jit.CompileReport
 
 
@@ -45,12 +50,12 @@ def shape(batch: int, seqlen: int, heads: int, dim: int, causal: bool) -> Proble
     return make_problem(sizes, sizes, sizes, "bfloat16", Options(causal=causal))
 
 
-def launcher(case: Case, problem: Problem) -> ForwardLaunch:
+def launcher(variant: Any, case: Case, problem: Problem) -> Any:
     """What runs the Config on a problem."""
-    return VARIANT.launcher(problem, contiguous_operands(problem), device_info(0), case.config)
+    return variant.launcher(problem, contiguous_operands(problem), device_info(0), case.config)
 
 
-def run(launch: ForwardLaunch, q: Any, k: Any, v: Any, out: Any) -> None:
+def run(launch: Any, q: Any, k: Any, v: Any, out: Any) -> None:
     """Enqueue on torch's current stream."""
     stream = torch.cuda.current_stream().cuda_stream
     launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, stream)
@@ -65,93 +70,145 @@ def exact(q: Any, k: Any, v: Any, causal: bool) -> Any:
     return (torch.softmax(s, -1) @ v).transpose(1, 2)
 
 
-def is_right(case: Case, dim: int, causal: bool) -> bool:
-    """Whether the relative error against float64 is that of rounding to bfloat16."""
+def relative_error(variant: Any, case: Case, dim: int, causal: bool) -> float:
+    """Against float64, over a few shapes; 0.003 or so is what rounding to bfloat16 costs."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 333, 3, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    out = torch.full_like(q, float("nan"))
-    run(launcher(case, shape(2, 333, 3, dim, causal)), q, k, v, out)
-    want = exact(q, k, v, causal)
-    return bool((out.double() - want).norm() / want.norm() < 5e-3)
+    errors = []
+    for batch, seqlen, heads in ((2, 333, 3), (1, 64, 1), (40, 700, 8)):
+        q, k, v = (torch.randn(batch, seqlen, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        out = torch.full_like(q, float("nan"))
+        run(launcher(variant, case, shape(batch, seqlen, heads, dim, causal)), q, k, v, out)
+        want = exact(q, k, v, causal)
+        errors.append(float((out.double() - want).norm() / want.norm()))
+    return max(errors, key=lambda error: (error != error, error))
 
 
-def build(dims: list[int], changes: list[str]) -> dict[tuple[int, bool], list[Case]]:
-    """Compile all Configs, in parallel."""
+def build(variant: Any, dims: list[int], changes: list[str]) -> dict[tuple[int, bool], list[Case]]:
+    """Compile all Configs, in parallel, and keep those that are right."""
     device = device_info(0)
     wanted = []
     for dim in dims:
         for causal in (False, True):
-            base = VARIANT.config(
-                shape(1, 4096, 1, dim, causal), contiguous_operands(shape(1, 4096, 1, dim, causal)), device
-            )
+            problem = shape(1, 4096, 1, dim, causal)
+            base = variant.config(problem, contiguous_operands(problem), device)
             for change in ["", *changes]:
                 fields = dict(part.split("=") for part in change.split(",") if part)
-                wanted.append(
-                    (dim, causal, change or "default", replace(base, **{k: int(x) for k, x in fields.items()}))
-                )
+                config = replace(base, **{k: type(getattr(base, k))(int(x)) for k, x in fields.items()})
+                wanted.append((dim, causal, change or "default", config))
     with ThreadPoolExecutor() as pool:
-        built = list(pool.map(lambda item: jit.compile_config(item[3], device.arch), wanted))
+        built = list(pool.map(lambda item: jit.compile_config(item[3], variant.arch(device)), wanted))
     cases: dict[tuple[int, bool], list[Case]] = {}
     for (dim, causal, name, config), kernel in zip(wanted, built, strict=True):
         case = Case(name, config, kernel.report)
-        if is_right(case, dim, causal):
+        error = relative_error(variant, case, dim, causal)
+        if error < 5e-3:
             cases.setdefault((dim, causal), []).append(case)
         else:
-            print(f"WRONG RESULT: d{dim} {'causal' if causal else 'full'} {name}")
+            print(f"WRONG RESULT: d{dim} {'causal' if causal else 'full'} {name}: relative error {error:.3g}")
     return cases
 
 
-def time_in_turns(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median milliseconds of each function, taking turns."""
-    events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in functions}
-    for function in functions.values():
-        function()
-    for _ in range(rounds):
-        for name, function in functions.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(500_000)  # the launches below queue up behind this, so host time does not count
-            start.record()
-            for _ in range(4):
-                function()
-            stop.record()
-            events[name].append((start, stop))
+def torch_timer(function: Callable[[], Any]) -> Timer:
+    """Times calls on torch's stream by events."""
+
+    def measure() -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(500_000)  # the launches below queue up behind this, so host time does not count
+        start.record()
+        for _ in range(CALLS):
+            function()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / CALLS
+
+    function()
+    return measure
+
+
+def fa3_timer(q: Any, k: Any, v: Any, causal: bool) -> Timer | None:
+    """FlashAttention-3 through JAX, or None where it is not installed. Several calls go into one jitted function."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    try:
+        import jax
+        from dew_flash_attn import flash_mha
+    except ImportError:
+        return None
+    queries = [jax.dlpack.from_dlpack(q + 0) for _ in range(CALLS)]  # equal calls would be made once
+    keys, values = (jax.dlpack.from_dlpack(x) for x in (k, v))
+    attend = jax.jit(lambda queries, k, v: [flash_mha(q, k, v, is_causal=causal) for q in queries])
+
+    def measure() -> float:
         torch.cuda.synchronize()
-    return {name: statistics.median(a.elapsed_time(b) / 4 for a, b in pairs) for name, pairs in events.items()}
+        started = time.perf_counter()
+        jax.block_until_ready(attend(queries, keys, values))
+        return (time.perf_counter() - started) / CALLS * 1e3
+
+    measure()
+    return measure
 
 
-def measure(cases: list[Case], dim: int, seqlen: int, causal: bool, rounds: int) -> dict[str, float]:
-    """TFLOP/s of every case and of FlashAttention-2 at one length."""
+def peers(variant: str, q: Any, k: Any, v: Any, causal: bool) -> dict[str, Timer]:
+    """Timers of the peers of a variant, on (batch, seqlen, heads, head_dim) tensors."""
+    bhsd = [x.transpose(1, 2) for x in (q, k, v)]
+    aten = torch.ops.aten
+    if variant == "sm80":
+        flash = aten._scaled_dot_product_flash_attention
+        return {"torch FA2": torch_timer(lambda: flash(*bhsd, 0.0, causal))}
+    cudnn = aten._scaled_dot_product_cudnn_attention
+    found = {"torch cuDNN": torch_timer(lambda: cudnn(*bhsd, None, False, 0.0, causal))}
+    fa3 = fa3_timer(q, k, v, causal)
+    return found | ({} if fa3 is None else {"FA3": fa3})
+
+
+def measure(
+    variant: Any, cases: list[Case], dim: int, seqlen: int, causal: bool, rounds: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """TFLOP/s of every case, and of the peers, at one length."""
     batch, heads = TOKENS // seqlen, WIDTH // dim
     q, k, v = (torch.randn(batch, seqlen, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     out = torch.empty_like(q)
-    bhsd = [x.transpose(1, 2) for x in (q, k, v)]
-    flash = torch.ops.aten._scaled_dot_product_flash_attention
-    functions: dict[str, Callable[[], Any]] = {"torch FA2": lambda: flash(*bhsd, 0.0, causal)}
+    timers = peers(variant.name, q, k, v, causal)
+    names = list(timers)
     for case in cases:
-        launch = launcher(case, shape(batch, seqlen, heads, dim, causal))
-        functions[case.name] = lambda launch=launch: run(launch, q, k, v, out)  # type: ignore[misc]
+        launch = launcher(variant, case, shape(batch, seqlen, heads, dim, causal))
+        timers[case.name] = torch_timer(lambda launch=launch: run(launch, q, k, v, out))  # type: ignore[misc]
+    samples: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            samples[name].append(timer())
     flops = 4 * batch * heads * seqlen * seqlen * dim / (2 if causal else 1)
-    return {name: flops / ms / 1e9 for name, ms in time_in_turns(functions, rounds).items()}
+    speed = {name: flops / statistics.median(ms) / 1e9 for name, ms in samples.items()}
+    return {name: speed[name] for name in speed if name not in names}, {name: speed[name] for name in names}
+
+
+def print_table(dim: int, causal: bool, cases: list[Case], seqlens: list[int], columns: list[Any]) -> None:
+    """Rows of TFLOP/s, and of the ratio of the first case to the best peer."""
+    print(f"d{dim} {'causal' if causal else 'full'}".ljust(40), *(f"{s:>6}" for s in seqlens), "  regs spills")
+    reports = {case.name: case.report for case in cases}
+    for which in (1, 0):
+        for name in columns[0][which]:
+            report = reports.get(name)
+            tail = f"{report.registers:>6} {report.spill_store_bytes:>6}" if report else ""
+            print(name.ljust(40), *(f"{column[which][name]:>6.0f}" for column in columns), tail)
+    first = cases[0].name
+    ratios = (ours[first] / max(others.values()) for ours, others in columns)
+    print(f"{first} / best peer".ljust(40), *(f"{ratio:>6.2f}" for ratio in ratios))
 
 
 def main() -> None:
     """Parse arguments, measure and print one table a head dim and mask."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("changes", nargs="*", help='Config fields to change, such as "tile_n=32,blocks_per_sm=3"')
+    parser.add_argument("--variant", default="sm80")
     parser.add_argument("--d", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--seqlens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
+    variant = select.load(args.variant)
     print(torch.cuda.get_device_name(), "bfloat16,", TOKENS, "tokens, heads * head_dim =", WIDTH, "- TFLOP/s, medians")
-    for (dim, causal), cases in build(args.d, args.changes).items():
-        columns = [measure(cases, dim, seqlen, causal, args.rounds) for seqlen in args.seqlens]
-        print(f"d{dim} {'causal' if causal else 'full'}".ljust(40), *(f"{s:>6}" for s in args.seqlens), "  regs spills")
-        for name in columns[0]:
-            report = next((c.report for c in cases if c.name == name), None)
-            tail = f"{report.registers:>6} {report.spill_store_bytes:>6}" if report else ""
-            print(name.ljust(40), *(f"{column[name]:>6.0f}" for column in columns), tail)
-        ratios = (column["default"] / column["torch FA2"] for column in columns if "default" in column)
-        print("default / torch FA2".ljust(40), *(f"{ratio:>6.2f}" for ratio in ratios))
+    for (dim, causal), cases in build(variant, args.d, args.changes).items():
+        columns = [measure(variant, cases, dim, seqlen, causal, args.rounds) for seqlen in args.seqlens]
+        print_table(dim, causal, cases, args.seqlens, columns)
 
 
 if __name__ == "__main__":

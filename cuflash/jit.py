@@ -2,7 +2,8 @@
 
 A kernel Config is a frozen dataclass whose fields (int, bool, float, str) are the kernel's template arguments, with two
 class variables: ``source``, a file under cuda_src, and ``kernel``, the name of its ``extern "C" __global__`` function.
-What is compiled is ``struct Config`` (made from the fields) followed by the source with its includes flattened in.
+What is compiled is ``struct Config`` (made from the fields), then what ``written_source()`` of the Config returns if it
+has that method, and then the source with its includes flattened in.
 """
 
 from __future__ import annotations
@@ -58,6 +59,16 @@ class CompileReport:
     log: str
     seconds: float
     from_cache: bool
+
+    def summary(self, arch: str) -> dict[str, Any]:
+        """What a user wants to know, for ``explain``."""
+        return {
+            "arch": arch,
+            "registers": self.registers,
+            "spill_bytes": self.spill_store_bytes + self.spill_load_bytes,
+            "compile_seconds": self.seconds,
+            "from_cache": self.from_cache,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +301,8 @@ def compile_config(
     """
     if not re.fullmatch(r"sm_\d+[af]?", arch):
         raise ValueError(f"arch={arch!r} is not an architecture; pass for example 'sm_80' or 'sm_90a'")
-    unit = prelude(config) + flatten(config.source, root)
+    written: str = config.written_source() if hasattr(config, "written_source") else ""
+    unit = prelude(config) + written + flatten(config.source, root)
     options: dict[str, Any] = {"std": "c++17", "ptxas_options": ["-v"]}
     if os.environ.get("CUFLASH_LINEINFO") == "1":
         options["lineinfo"] = True

@@ -19,9 +19,9 @@ from cuflash.variants.base import Operands
 # struct ForwardParams of cuda_src/core/params.cuh, field by field: five pointers, then
 #   int64 q_batch, q_row, q_head, k_..., v_..., out_...;  int seqlen_q, seqlen_k, heads_q, group, head_dim, head_dim_v,
 #   diag_lower, diag_upper, query_tiles;  float score_scale, softcap, exp2_scale
-_POINTERS = struct.Struct("5Q")
+POINTERS = struct.Struct("5Q")
 _REST = struct.Struct("12q9i3f")
-FORWARD_PARAMS_BYTES = _POINTERS.size + _REST.size
+FORWARD_PARAMS_BYTES = POINTERS.size + _REST.size
 
 _MAX_GRID_YZ = 65535  # blocks along y and z of a CUDA grid
 
@@ -52,8 +52,8 @@ def _scales(problem: Problem, score: str) -> tuple[float, float]:
     return problem.scale / problem.softcap, _LOG2_E
 
 
-class ForwardLaunch:
-    """Launches one kernel for one plan; calling it enqueues and returns at once.
+class KernelLaunch:
+    """A kernel with one struct as its argument, packed once; see the module's text.
 
     Parameters
     ----------
@@ -61,11 +61,52 @@ class ForwardLaunch:
     device : int
         CUDA ordinal.
     params : bytes
+        The struct; subclasses overwrite what changes from call to call.
+    threads, shared_bytes : int
+        Of a block.
+    """
+
+    def __init__(self, kernel: LoadedKernel, device: int, params: bytes, threads: int, shared_bytes: int) -> None:
+        from cuda.bindings import driver
+
+        self._kernel, self._device = kernel, device  # the first keeps the module loaded
+        self._struct = ctypes.create_string_buffer(params, len(params))
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._struct))
+        self._lock = threading.Lock()  # the struct is shared by the threads that run this plan
+        self._launch: Callable[..., Any] = driver.cuLaunchKernel
+        self._function = driver.CUfunction(kernel.function)
+        self._arguments_address = ctypes.addressof(self._arguments)
+        self._threads, self._shared_bytes = threads, shared_bytes
+
+    def _bind_context(self) -> None:
+        import cupy
+
+        cupy.cuda.runtime.setDevice(self._device)
+        cupy.cuda.runtime.free(0)
+
+    def _enqueue(self, x: int, y: int, z: int, stream: int) -> None:
+        """Launch a grid; the caller holds the lock and has filled in the struct."""
+        arguments = (self._function, x, y, z, self._threads, 1, 1, self._shared_bytes, stream)
+        (status,) = self._launch(*arguments, self._arguments_address, 0)
+        if status == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
+            self._bind_context()
+            (status,) = self._launch(*arguments, self._arguments_address, 0)
+        if status:
+            compiled = self._kernel.compiled
+            raise RuntimeError(f"cuLaunchKernel of {compiled.name} failed with {status!r} ({compiled.config})")
+
+
+class ForwardLaunch(KernelLaunch):
+    """Launches one kernel for one plan; calling it enqueues and returns at once.
+
+    Parameters
+    ----------
+    kernel, device, threads, shared_bytes
+        As in :class:`KernelLaunch`.
+    params : bytes
         From :func:`forward_params`.
     grid : tuple of int
         (query tiles, heads, batch entries); a batch larger than a grid is launched in pieces.
-    threads, shared_bytes : int
-        Of a block.
     batch_strides : tuple of int
         Bytes from one batch entry to the next in q, k, v, out and lse.
     """
@@ -80,17 +121,8 @@ class ForwardLaunch:
         shared_bytes: int,
         batch_strides: tuple[int, int, int, int, int],
     ) -> None:
-        from cuda.bindings import driver
-
-        self._kernel, self._device = kernel, device  # the first keeps the module loaded
-        self._struct = ctypes.create_string_buffer(bytes(_POINTERS.size) + params, FORWARD_PARAMS_BYTES)
-        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._struct))
-        self._lock = threading.Lock()  # the struct is shared by the threads that run this plan
-        self._launch: Callable[..., Any] = driver.cuLaunchKernel
-        self._function = driver.CUfunction(kernel.function)
-        self._arguments_address = ctypes.addressof(self._arguments)
-        self._grid, self._threads, self._shared_bytes = grid, threads, shared_bytes
-        self._batch_strides = batch_strides
+        super().__init__(kernel, device, bytes(POINTERS.size) + params, threads, shared_bytes)
+        self._grid, self._batch_strides = grid, batch_strides
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
         x, y, z = self._grid
@@ -98,29 +130,15 @@ class ForwardLaunch:
             for start, count in self._pieces():
                 pointers = zip((q, k, v, out, lse), self._batch_strides, strict=True)
                 at = [pointer + start * step if pointer else 0 for pointer, step in pointers]
-                self._enqueue(at[0], at[1], at[2], at[3], at[4], x, y, count, stream)
+                with self._lock:
+                    POINTERS.pack_into(self._struct, 0, *at)
+                    self._enqueue(x, y, count, stream)
         else:
-            self._enqueue(q, k, v, out, lse, x, y, z, stream)
-
-    def _bind_context(self) -> None:
-        import cupy
-
-        cupy.cuda.runtime.setDevice(self._device)
-        cupy.cuda.runtime.free(0)
+            with self._lock:
+                POINTERS.pack_into(self._struct, 0, q, k, v, out, lse)
+                self._enqueue(x, y, z, stream)
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
         total = self._grid[2]
         for start in range(0, total, _MAX_GRID_YZ):
             yield start, min(_MAX_GRID_YZ, total - start)
-
-    def _enqueue(self, q: int, k: int, v: int, out: int, lse: int, x: int, y: int, z: int, stream: int) -> None:
-        with self._lock:
-            _POINTERS.pack_into(self._struct, 0, q, k, v, out, lse)
-            arguments = (self._function, x, y, z, self._threads, 1, 1, self._shared_bytes, stream)
-            (status,) = self._launch(*arguments, self._arguments_address, 0)
-            if status == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
-                self._bind_context()
-                (status,) = self._launch(*arguments, self._arguments_address, 0)
-        if status:
-            compiled = self._kernel.compiled
-            raise RuntimeError(f"cuLaunchKernel of {compiled.name} failed with {status!r} ({compiled.config})")

@@ -23,6 +23,7 @@ class Entry:
 
 # In order of preference: the first that can run a problem gets it.
 REGISTRY: dict[str, Entry] = {
+    "sm90": Entry("cuflash.variants.sm90_forward", "cuda"),
     "sm80": Entry("cuflash.variants.sm80_forward", "cuda"),
     "numpy": Entry("cuflash.variants.numpy_tiled", "cpu"),
 }

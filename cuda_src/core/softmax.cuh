@@ -31,28 +31,20 @@ struct OnlineSoftmax {
       }
   }
 
-  // Raises the running maxima to those of a tile, the same in all lanes of a row, and rescales what the rows have
-  // accumulated: in each 16-row fragment only when one of its rows has a new maximum.
-  template <int DTiles>
-  __device__ __forceinline__ void raise_max(const float (&tile_max)[MTiles][2], float (&rO)[MTiles][DTiles][4],
+  // Raises the running maxima to those of a tile, the same in all lanes of a row. What the rows have accumulated must
+  // be multiplied with `factor` (see rescale), which is 1 for a row without a new maximum.
+  __device__ __forceinline__ void raise_max(const float (&tile_max)[MTiles][2], float (&factor)[MTiles][2],
                                             float exp2_scale) {
 #pragma unroll
-    for (int m = 0; m < MTiles; ++m) {
-      if (!__any_sync(0xFFFFFFFFu, tile_max[m][0] > row_max[m][0] || tile_max[m][1] > row_max[m][1])) continue;
+    for (int m = 0; m < MTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float old = row_max[m][half], now = tile_max[m][half];
         const bool raise = now > old;  // not for NaN, nor for -inf over -inf
-        const float factor = raise ? exp2_approx((old - now) * exp2_scale) : 1.0f;
+        factor[m][half] = raise ? exp2_approx((old - now) * exp2_scale) : 1.0f;
         row_max[m][half] = raise ? now : old;
-        row_sum[m][half] *= factor;
-#pragma unroll
-        for (int d = 0; d < DTiles; ++d) {
-          rO[m][d][2 * half] *= factor;
-          rO[m][d][2 * half + 1] *= factor;
-        }
+        row_sum[m][half] *= factor[m][half];
       }
-    }
   }
 
   // Whether the reference of some row of the warp is too far from 0 to be folded into an FFMA.
@@ -125,6 +117,19 @@ struct OnlineSoftmax {
            row_max[m][half] != negative_infinity();
   }
 };
+
+// Multiplies the rows of O; a 16-row fragment only if one of its rows has a factor other than 1.
+template <int MTiles, int DTiles>
+__device__ __forceinline__ void rescale(float (&rO)[MTiles][DTiles][4], const float (&factor)[MTiles][2]) {
+#pragma unroll
+  for (int m = 0; m < MTiles; ++m) {
+    if (!__any_sync(0xFFFFFFFFu, factor[m][0] != 1.0f || factor[m][1] != 1.0f)) continue;
+#pragma unroll
+    for (int d = 0; d < DTiles; ++d)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rO[m][d][i] *= factor[m][i / 2];
+  }
+}
 
 // Combines the values of the four lanes of each row with f.
 template <int MTiles, class F>

@@ -3,6 +3,10 @@
 
 namespace cuflash {
 
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
 __device__ __forceinline__ void store_shared(unsigned address, unsigned value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
@@ -44,6 +48,12 @@ __device__ __forceinline__ uint4 load_shared_chunk(unsigned address) {
                : "r"(address)
                : "memory");
   return value;
+}
+
+// Orders shared memory written so far before what the copy engine and the tensor cores read after the next barrier
+// ("membar/fence: fence.proxy"; sm_90).
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 }  // namespace cuflash

@@ -3,7 +3,6 @@
 // One block computes tile_m query rows of one head, each warp 16 or 32 of them (warps_n = 1), or each pair of warps 32
 // of them (warps_n = 2, see warp_pair.cuh). It walks the key tiles from the last to the first: the tile that may be cut
 // off by seqlen_k comes first, in the prologue.
-#include "core/epilogue.cuh"
 #include "core/mask.cuh"
 #include "core/params.cuh"
 #include "core/scheduler.cuh"
@@ -14,6 +13,7 @@
 #include "ptx/shared.cuh"
 #include "ptx/special.cuh"
 #include "sm80/nonfinite.cuh"
+#include "sm80/output.cuh"
 #include "sm80/tile.cuh"
 #include "sm80/warp_pair.cuh"
 
@@ -297,7 +297,9 @@ __device__ __forceinline__ void weigh_tile(Softmax& softmax, float (&rO)[Shape::
   float tile_max[Shape::m_tiles][2];
   lane_row_max(rS, tile_max);
   combine_lanes(tile_max, sRow, [](float a, float b) { return fmaxf(a, b); });
-  softmax.raise_max(tile_max, rO, p.exp2_scale);
+  float factor[Shape::m_tiles][2];
+  softmax.raise_max(tile_max, factor, p.exp2_scale);
+  rescale(rO, factor);
   if (softmax.any_far(p.exp2_scale)) softmax.subtract_far_references(rS, p.exp2_scale);
   softmax.exponentiate(rS, p.exp2_scale);
   pack_weights(rP, rS);

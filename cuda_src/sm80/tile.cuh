@@ -8,10 +8,6 @@
 
 namespace cuflash {
 
-__device__ __forceinline__ unsigned shared_address(const void* p) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
-
 // Rows of Dim elements (a multiple of 32) as 16-byte chunks. The chunk index is XORed with row bits so that the eight
 // rows of an 8x8 matrix fall into different banks: with 128-byte multiples the row modulo 8; otherwise rows already
 // alternate between two halves of the banks and two row bits are enough.

@@ -14,6 +14,7 @@ from cuflash.device import known_device
 from cuflash.launch import ForwardLaunch, forward_params
 from cuflash.problem import Problem
 from cuflash.variants.base import DeviceInfo, Launcher, Operand, Operands
+from cuflash.variants.score import score_stage
 from cuflash.view import DeviceKind
 
 _RESERVED_SHARED = 1024  # bytes of shared memory that the driver takes for each block
@@ -147,6 +148,10 @@ class Sm80Forward:
         fitting = [config for config in _candidates(problem, operands) if _fits(config, device)]
         return next((config for config in fitting if _fits_together(config, device)), fitting[0])
 
+    def arch(self, device: DeviceInfo) -> str:
+        """What the kernel is compiled for on a device."""
+        return device.arch
+
     def launcher(self, problem: Problem, operands: Operands, device: DeviceInfo, config: Sm80ForwardConfig) -> Launcher:
         """Compile or load the kernel and pack its parameters."""
         kernel = jit.load(config, device.index, arch=device.arch, dynamic_shared_bytes=config.shared_bytes)
@@ -164,14 +169,7 @@ class Sm80Forward:
 
     def report(self, config: Sm80ForwardConfig, device: DeviceInfo) -> dict[str, Any]:
         """What the compiler says of the kernel, for ``explain``."""
-        report = jit.compile_config(config, device.arch).report
-        return {
-            "arch": device.arch,
-            "registers": report.registers,
-            "spill_bytes": report.spill_store_bytes + report.spill_load_bytes,
-            "compile_seconds": report.seconds,
-            "from_cache": report.from_cache,
-        }
+        return jit.compile_config(config, device.arch).report.summary(device.arch)
 
 
 VARIANT = Sm80Forward()
@@ -207,16 +205,9 @@ def _config(tile: _Tile, problem: Problem, operands: Operands) -> Sm80ForwardCon
         out_vector_bytes=operands.out.alignment if operands.out.alignment != 8 else 4,
         exact_dims=(problem.head_dim, problem.head_dim_v) == (tile_d, tile_dv),
         has_band=problem.has_band,
-        score=_score(problem),
+        score=score_stage(problem),
         **shared_fields,
     )
-
-
-def _score(problem: Problem) -> str:
-    if problem.softcap > 0:
-        return "score_softcap"
-    # Folded into the exponent, a scale must be positive, and neither it nor its products may leave float32.
-    return "score_folded" if 2.0**-60 <= problem.scale <= 2.0**60 else "score_scaled"
 
 
 def ci_configs() -> Iterator[tuple[Sm80ForwardConfig, str, tuple[str, ...]]]:

@@ -1,0 +1,54 @@
+// A ring of shared memory stages that one producer fills by the copy engine and the consumer warps empty.
+#pragma once
+
+#include "ptx/mbarrier.cuh"
+
+namespace cuflash {
+
+// Which stage comes next, and whether its barriers are in an even or odd round.
+template <int Stages>
+struct RingPosition {
+  int stage = 0;
+  unsigned round = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == Stages) {
+      stage = 0;
+      round ^= 1;
+    }
+  }
+};
+
+// The barriers of a ring: full[Stages], then empty[Stages], 8 bytes each.
+template <int Stages>
+struct RingBarriers {
+  unsigned at;
+  static constexpr int bytes = 16 * Stages;
+  using Position = RingPosition<Stages>;
+
+  __device__ __forceinline__ void init(int consumer_warps) const {
+#pragma unroll
+    for (int stage = 0; stage < Stages; ++stage) {
+      mbarrier_init(full(stage), 1);
+      mbarrier_init(empty(stage), consumer_warps);
+    }
+  }
+
+  __device__ __forceinline__ unsigned full(int stage) const { return at + 8 * stage; }
+  __device__ __forceinline__ unsigned empty(int stage) const { return at + 8 * (Stages + stage); }
+
+  // Producer: waits until the stage is empty and announces `bytes`; the copies then name the barrier returned.
+  __device__ __forceinline__ unsigned acquire(const Position& p, int bytes) const {
+    mbarrier_wait(empty(p.stage), p.round ^ 1);
+    mbarrier_arrive_expect(full(p.stage), bytes);
+    return full(p.stage);
+  }
+
+  // Consumer.
+  __device__ __forceinline__ void wait_full(const Position& p) const { mbarrier_wait(full(p.stage), p.round); }
+
+  // By one thread of each consumer warp, when the warp has done with the stage.
+  __device__ __forceinline__ void release(const Position& p) const { mbarrier_arrive(empty(p.stage)); }
+};
+
+}  // namespace cuflash

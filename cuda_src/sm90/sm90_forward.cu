@@ -1,0 +1,311 @@
+// FlashAttention-3 forward (Shah et al. 2024, section 3) for compute capability 9.0: one warp feeds rings of K and V
+// tiles by the copy engine, two or three warpgroups of 64 query rows each compute on wgmma. Inside a warpgroup the
+// scores of the next tile and the output of this one run on the tensor cores while exponentials are taken; the
+// warpgroups take turns at issuing their products, so that one's softmax meets the products of another. The grid is
+// persistent.
+#include "core/mask.cuh"
+#include "core/params.cuh"
+#include "core/score.cuh"
+#include "core/seqlen.cuh"
+#include "core/softmax.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/shared.cuh"
+#include "sm90/nonfinite.cuh"
+#include "sm90/output.cuh"
+#include "sm90/panel.cuh"
+#include "sm90/ring.cuh"
+#include "sm90/schedule.cuh"
+
+namespace cuflash {
+
+// Mirrored by cuflash/variants/sm90_forward.py.
+struct Sm90ForwardParams {
+  TensorMap q, k, v;  // boxes of one panel of a tile
+  ForwardParams p;
+  WorkList work;
+};
+
+struct Shape {
+  using Element = Config::element;
+  static constexpr int warpgroups = Config::warpgroups, stages = Config::stages;
+  static constexpr int tile_m = 64 * warpgroups, tile_n = Config::tile_n;
+  static constexpr int n_blocks = tile_n / 8, d_blocks = Config::tile_dv / 8;
+  static constexpr int consumers = 128 * warpgroups, threads = consumers + 128;
+  using Q = PanelLayout<tile_m, Config::tile_d>;
+  using K = PanelLayout<tile_n, Config::tile_d>;
+  using V = PanelLayout<tile_n, Config::tile_dv>;
+  using Ring = RingBarriers<stages>;
+  // Shared memory, from a multiple of 1024: sQ (tile_m, tile_d); sK (stages, tile_n, tile_d); sV (stages, tile_n,
+  // tile_dv); the barriers.
+  static constexpr int k_at = Q::bytes, v_at = k_at + stages * K::bytes, barriers_at = v_at + stages * V::bytes;
+  static constexpr int producer_registers = warpgroups == 2 ? 24 : 32;
+  static constexpr int consumer_registers = warpgroups == 2 ? 240 : 160;
+  static_assert(tile_n % 16 == 0 && (warpgroups == 2 || warpgroups == 3), "wgmma takes 16 keys at a time");
+};
+
+using Softmax = OnlineSoftmax<1>;
+using Scores = float[1][Shape::n_blocks][4];
+using Output = float[1][Shape::d_blocks][4];
+using Weights = unsigned[Shape::n_blocks / 2][4];
+
+// Named barriers: the turn of each warpgroup, all consumers, and the warps of one warpgroup.
+enum { turn_barrier = 1, consumers_barrier = 4, group_barrier = 5 };
+
+struct Shared {
+  unsigned base;
+  Shape::Ring k_ring, v_ring;
+  RingBarriers<1> q_ring;
+
+  __device__ __forceinline__ explicit Shared(unsigned start)
+      : base((start + 1023) & ~1023u),
+        k_ring{base + Shape::barriers_at},
+        v_ring{k_ring.at + Shape::Ring::bytes},
+        q_ring{v_ring.at + Shape::Ring::bytes} {}
+
+  __device__ __forceinline__ unsigned q() const { return base; }
+  __device__ __forceinline__ unsigned k(int stage) const { return base + Shape::k_at + stage * Shape::K::bytes; }
+  __device__ __forceinline__ unsigned v(int stage) const { return base + Shape::v_at + stage * Shape::V::bytes; }
+};
+
+// Calls f(coordinate, key tiles) for each of the block's query tiles in turn.
+template <class F>
+__device__ __forceinline__ void for_each_tile(const Sm90ForwardParams& params, F&& f) {
+  const ForwardParams& p = params.p;
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    const int index = WorkList::index<Config::has_band>(n);
+    if (n * static_cast<int>(gridDim.x) >= params.work.tiles) return;
+    if (index >= params.work.tiles) continue;
+    const TileCoordinate c = params.work.coordinate<Config::has_band>(p, index);
+    const int row_begin = c.query_tile * Shape::tile_m;
+    f(c, KeyTiles::make<Config::has_band, Shape::tile_n>(p, row_begin, min(p.seqlen_q, row_begin + Shape::tile_m)));
+  }
+}
+
+// One thread: starts every copy, in the order in which the tiles are needed.
+__device__ __forceinline__ void produce(const Sm90ForwardParams& params, const Shared& shared) {
+  const ForwardParams& p = params.p;
+  Shape::Ring::Position k_at, v_at;
+  RingPosition<1> q_at;
+  prefetch_tensor_map(params.q);
+  prefetch_tensor_map(params.k);
+  prefetch_tensor_map(params.v);
+  for_each_tile(params, [&](const TileCoordinate& c, const KeyTiles& tiles) {
+    if (tiles.first >= tiles.last) return;
+    const int kv_head = c.head / p.group;
+    const auto load_keys = [&](int tile) {
+      const unsigned barrier = shared.k_ring.acquire(k_at, Shape::K::bytes);
+      Shape::K::load(shared.k(k_at.stage), params.k, barrier, tile * Shape::tile_n, p.k_head ? kv_head : 0,
+                     p.k_batch ? c.batch : 0, kEvictLast);
+      k_at.advance();
+    };
+    load_keys(tiles.last - 1);
+    const unsigned barrier = shared.q_ring.acquire(q_at, Shape::Q::bytes);
+    Shape::Q::load(shared.q(), params.q, barrier, c.query_tile * Shape::tile_m, p.q_head ? c.head : 0,
+                   p.q_batch ? c.batch : 0, kEvictFirst);
+    q_at.advance();
+#pragma unroll 1
+    for (int tile = tiles.last - 1; tile >= tiles.first; --tile) {
+      if (tile > tiles.first) load_keys(tile - 1);
+      const unsigned barrier = shared.v_ring.acquire(v_at, Shape::V::bytes);
+      Shape::V::load(shared.v(v_at.stage), params.v, barrier, tile * Shape::tile_n, p.v_head ? kv_head : 0,
+                     p.v_batch ? c.batch : 0, kEvictLast);
+      v_at.advance();
+    }
+  });
+}
+
+// One of the warpgroups that compute: where it works, and its place in the rings.
+struct Consumer {
+  const ForwardParams& p;
+  const Shared& shared;
+  int group, lane, row;  // row = this thread's first row in the tile
+  Shape::Ring::Position k_at, v_at;
+  RingPosition<1> q_at;
+
+  __device__ __forceinline__ Consumer(const ForwardParams& params, const Shared& shared, int group)
+      : p(params), shared(shared), group(group), lane(threadIdx.x % 32) {
+    row = 64 * group + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    if (Config::take_turns && group == Shape::warpgroups - 1) named_barrier_arrive(turn_barrier, 256);
+  }
+
+  // Products of one warpgroup are issued together, so that they run as a block while the others take exponentials.
+  __device__ __forceinline__ void wait_turn() const {
+    if (Config::take_turns) named_barrier_sync(turn_barrier + group, 256);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if (Config::take_turns) named_barrier_arrive(turn_barrier + (group + 1) % Shape::warpgroups, 256);
+  }
+
+  template <class Ring, class Position>
+  __device__ __forceinline__ void release(const Ring& ring, Position& at) const {
+    if (lane == 0) ring.release(at);
+    at.advance();
+  }
+
+  // rS (64, tile_n) = Q K^T, not waited for.
+  __device__ __forceinline__ void issue_scores(Scores& rS) const {
+    wgmma_fence();
+    const uint64 query = Shape::Q::columns_deep | (shared.q() + 64 * group * Shape::Q::row_bytes) >> 4;
+    const uint64 key = Shape::K::columns_deep | shared.k(k_at.stage) >> 4;
+#pragma unroll
+    for (int k = 0; k < Config::tile_d / 16; ++k)
+      Wgmma<Shape::tile_n, Shape::Element>::ss<0>(rS, query + (Shape::Q::column_block(k) >> 4),
+                                                  key + (Shape::K::column_block(k) >> 4), k > 0);
+    wgmma_commit();
+  }
+
+  // rO (64, tile_dv) += P V, not waited for.
+  __device__ __forceinline__ void issue_output(Output& rO, const Weights& rP) const {
+    wgmma_fence();
+    const uint64 value = Shape::V::rows_deep | shared.v(v_at.stage) >> 4;
+#pragma unroll
+    for (int k = 0; k < Shape::tile_n / 16; ++k)
+      Wgmma<Config::tile_dv, Shape::Element>::rs<1>(rO, rP[k], value + (k * 16 * Shape::V::row_bytes >> 4), 1);
+    wgmma_commit();
+  }
+
+  // Scores to weights. What the rows have accumulated must be multiplied with `factor`.
+  template <bool Masked>
+  __device__ __forceinline__ void weigh(Softmax& softmax, Scores& rS, float (&factor)[1][2], int row_begin,
+                                        int tile) const {
+    stage_scores<Config::score>(rS, p);
+    if constexpr (Masked) mask_scores<Config::has_band>(rS, p, row_begin + row, tile * Shape::tile_n + 2 * (lane % 4));
+    float tile_max[1][2];
+    lane_row_max(rS, tile_max);
+    combine_quads(tile_max, [](float a, float b) { return fmaxf(a, b); });
+    softmax.raise_max(tile_max, factor, p.exp2_scale);
+    if (softmax.any_far(p.exp2_scale)) softmax.subtract_far_references(rS, p.exp2_scale);
+    softmax.exponentiate(rS, p.exp2_scale);
+  }
+
+  static __device__ __forceinline__ void pack_weights(Weights& rP, const Scores& rS) {
+#pragma unroll
+    for (int n = 0; n < Shape::n_blocks; ++n) {
+      rP[n / 2][2 * (n % 2)] = pack<Shape::Element>(rS[0][n][0], rS[0][n][1]);
+      rP[n / 2][2 * (n % 2) + 1] = pack<Shape::Element>(rS[0][n][2], rS[0][n][3]);
+    }
+  }
+
+  // Before the product with a V tile that some row of the block sees a part of. All consumers come here together.
+  __device__ __forceinline__ void silence_nonfinite(Output& rO, int row_begin, int tile) const {
+    const int thread = threadIdx.x % 128;
+    shared.v_ring.wait_full(v_at);
+    const unsigned sV = shared.v(v_at.stage);
+    const bool found = holds_nonfinite<Shape::Element, Shape::V::bytes, 128>(sV, thread);
+    if (!named_barrier_or(group_barrier + group, 128, found)) return;
+    add_nonfinite_values<Shape::Element, Shape::V, Shape::tile_n>(rO, sV, p, row_begin + row, tile * Shape::tile_n,
+                                                                  lane);
+    named_barrier_sync(consumers_barrier, Shape::consumers);
+    clear_nonfinite<Shape::Element, Shape::V::bytes, Shape::consumers>(sV, group * 128 + thread);
+    fence_async_proxy();
+    named_barrier_sync(consumers_barrier, Shape::consumers);
+  }
+
+  // The scores of `tile` beside the output of the tile before it.
+  template <bool Masked>
+  __device__ __forceinline__ void step(Softmax& softmax, Output& rO, Weights& rP, int row_begin, int tile) {
+    if (Config::has_band && needs_mask<true, Shape::tile_m, Shape::tile_n>(p, row_begin, tile + 1))
+      silence_nonfinite(rO, row_begin, tile + 1);
+    Scores rS;
+    float factor[1][2];
+    shared.k_ring.wait_full(k_at);
+    wait_turn();
+    issue_scores(rS);
+    shared.v_ring.wait_full(v_at);
+    issue_output(rO, rP);
+    pass_turn();
+    wgmma_wait<1>();
+    pin_accumulators(rS);
+    release(shared.k_ring, k_at);
+    weigh<Masked>(softmax, rS, factor, row_begin, tile);
+    wgmma_wait<0>();
+    pin_accumulators(rO);
+    release(shared.v_ring, v_at);
+    rescale(rO, factor);
+    pack_weights(rP, rS);
+  }
+
+  // One query tile from its inputs to its results.
+  __device__ __forceinline__ void compute(const TileCoordinate& c, const KeyTiles& tiles) {
+    const int row_begin = c.query_tile * Shape::tile_m;
+    Softmax softmax;
+    softmax.init();
+    Output rO = {};
+    if (tiles.first < tiles.last) {
+      Weights rP;
+      int tile = tiles.last - 1;
+      first_step(softmax, rP, row_begin, tile);
+      const auto masked = [&](int t) { return needs_mask<true, Shape::tile_m, Shape::tile_n>(p, row_begin, t); };
+      if constexpr (Config::has_band) {
+#pragma unroll 1
+        while (tile > tiles.first && masked(tile - 1)) step<true>(softmax, rO, rP, row_begin, --tile);
+      }
+#pragma unroll 1
+      while (tile > tiles.first && !(Config::has_band && masked(tile - 1)))
+        step<false>(softmax, rO, rP, row_begin, --tile);
+      if constexpr (Config::has_band) {
+#pragma unroll 1
+        while (tile > tiles.first) step<true>(softmax, rO, rP, row_begin, --tile);
+      }
+      if (lane == 0) shared.q_ring.release(q_at);
+      q_at.advance();
+      if (Config::has_band && needs_mask<true, Shape::tile_m, Shape::tile_n>(p, row_begin, tile))
+        silence_nonfinite(rO, row_begin, tile);
+      shared.v_ring.wait_full(v_at);
+      issue_output(rO, rP);
+      wgmma_wait<0>();
+      pin_accumulators(rO);
+      release(shared.v_ring, v_at);
+    }
+    store(c, softmax, rO);
+  }
+
+  __device__ __forceinline__ void first_step(Softmax& softmax, Weights& rP, int row_begin, int tile) {
+    Scores rS;
+    float factor[1][2];
+    shared.q_ring.wait_full(q_at);
+    shared.k_ring.wait_full(k_at);
+    issue_scores(rS);
+    wgmma_wait<0>();
+    pin_accumulators(rS);
+    release(shared.k_ring, k_at);
+    weigh<true>(softmax, rS, factor, row_begin, tile);
+    pack_weights(rP, rS);
+  }
+
+  __device__ __forceinline__ void store(const TileCoordinate& c, Softmax& softmax, const Output& rO) const {
+    combine_quads(softmax.row_sum, [](float a, float b) { return a + b; });
+    const int row_begin = c.query_tile * Shape::tile_m, rows_left = p.seqlen_q - row_begin;
+    char* gO = static_cast<char*>(p.out) + c.batch * p.out_batch + c.head * p.out_head + row_begin * p.out_row;
+    store_rows<Shape::Element, Config::exact_dim>(rO, softmax, gO, p.out_row, row, rows_left, p.head_dim_v, lane);
+    float* gLse = p.lse ? p.lse + (static_cast<int64>(c.batch) * p.heads_q + c.head) * p.seqlen_q + row_begin : nullptr;
+    store_lse(gLse, softmax, p.exp2_scale, row - lane / 4, rows_left, lane);
+  }
+};
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Shape::threads, 1)
+    sm90_forward(const __grid_constant__ cuflash::Sm90ForwardParams params) {
+  using namespace cuflash;
+  extern __shared__ char dynamic[];
+  const Shared shared(shared_address(dynamic));
+  if (threadIdx.x == 0) {
+    shared.k_ring.init(4 * Shape::warpgroups);
+    shared.v_ring.init(4 * Shape::warpgroups);
+    shared.q_ring.init(4 * Shape::warpgroups);
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  const int role = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
+  if (role == 0) {
+    give_registers<Shape::producer_registers>();
+    if (threadIdx.x == 0) produce(params, shared);
+  } else {
+    take_registers<Shape::consumer_registers>();
+    Consumer consumer(params.p, shared, role - 1);
+    for_each_tile(params, [&](const TileCoordinate& c, const KeyTiles& tiles) { consumer.compute(c, tiles); });
+  }
+}

@@ -1,0 +1,241 @@
+"""The sm90 variant: FlashAttention-3 forward on TMA and WGMMA, for float16 and bfloat16 on compute capability 9.0."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from cuflash import jit, tma
+from cuflash.launch import FORWARD_PARAMS_BYTES, POINTERS, KernelLaunch, forward_params
+from cuflash.problem import Problem
+from cuflash.variants.base import DeviceInfo, Launcher, Operand, Operands
+from cuflash.variants.score import score_stage
+from cuflash.view import DeviceKind
+from cuflash.wgmma import wgmma_source
+
+ARCH = "sm_90a"  # wgmma and setmaxnreg are not in plain sm_90
+_ALIGNMENT = 16
+_DIMS = (64, 96, 128, 192, 256)
+_STAGES = 2
+_L2_BYTES = 32 << 20  # of keys and values that may be live at once
+_MAX_TILES = 2**31 - 2**20  # a block counts past its last tile by at most a grid
+
+
+@dataclass(frozen=True, slots=True)
+class Sm90ForwardConfig:
+    """Template arguments of ``sm90_forward``; equal Configs are one kernel.
+
+    Attributes
+    ----------
+    element : {"float16", "bfloat16"}
+    tile_d, tile_dv : int
+        Head dims rounded up to a tile.
+    warpgroups : int
+        Warpgroups that compute, 64 query rows each.
+    tile_n : int
+        Keys of a tile.
+    stages : int
+        Tiles in each of the rings of K and V.
+    take_turns : bool
+        Whether the warpgroups take turns at issuing their products.
+    exact_dim : bool
+        Whether head_dim_v is tile_dv.
+    has_band : bool
+        Whether a causal mask or a window hides keys.
+    score : str
+        Score stage, a type of ``core/score.cuh``.
+    """
+
+    source: ClassVar[str] = "sm90/sm90_forward.cu"
+    kernel: ClassVar[str] = "sm90_forward"
+
+    element: str
+    tile_d: int
+    tile_dv: int
+    warpgroups: int
+    tile_n: int
+    stages: int
+    take_turns: bool
+    exact_dim: bool
+    has_band: bool
+    score: str
+
+    @property
+    def tile_m(self) -> int:
+        """Query rows of a tile."""
+        return 64 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the producer's warpgroup comes on top."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: sQ, the rings of sK and sV, their barriers, and room to align."""
+        tiles = self.tile_m * self.tile_d + self.stages * self.tile_n * (self.tile_d + self.tile_dv)
+        return 2 * tiles + 16 * (2 * self.stages + 1) + 1024
+
+    def written_source(self) -> str:
+        """The products of this Config: scores are tile_n wide, outputs tile_dv."""
+        return wgmma_source((self.tile_n, self.tile_dv), self.element)
+
+    def describe(self) -> dict[str, Any]:
+        """The fields, with the derived sizes."""
+        tile = {"tile": (self.tile_m, self.tile_n), "threads": self.threads, "shared_bytes": self.shared_bytes}
+        return tile | asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    warpgroups: int
+    tile_n: int  # without a band
+    tile_n_band: int
+
+
+# By (tile_d, tile_dv). The accumulators of S, P and O take tile_n / 2 + tile_n / 4 + tile_dv / 2 registers of 240, or
+# of 160 with three warpgroups; Q and two stages of K and V must fit 227 KiB.
+_TILES = {
+    (64, 64): _Tile(3, 128, 128),
+    (96, 96): _Tile(2, 176, 128),
+    (128, 128): _Tile(2, 176, 128),
+    (192, 128): _Tile(2, 128, 128),
+    (192, 192): _Tile(2, 112, 112),
+    (256, 256): _Tile(2, 80, 80),
+}
+
+
+def _tile(tile_d: int, tile_dv: int) -> _Tile:
+    """The table's entry, or that of the larger dim with as many keys as fit."""
+    largest = max(tile_d, tile_dv)
+    return _TILES.get((tile_d, tile_dv), _TILES[largest, largest])
+
+
+class Sm90Forward:
+    """The variant object; see :mod:`cuflash.variants.base`."""
+
+    name = "sm90"
+    device_kind: DeviceKind = "cuda"
+
+    def unsupported(self, problem: Problem, operands: Operands, device: DeviceInfo) -> str | None:
+        """Why the problem cannot run, or None."""
+        if device.kind != "cuda":
+            return "needs arrays on a CUDA device"
+        if device.compute_capability != (9, 0):
+            return "needs compute capability 9.0; {} has {}.{}".format(device.name, *device.compute_capability)
+        if problem.dtype not in ("float16", "bfloat16"):
+            return f"takes float16 and bfloat16, not {problem.dtype}; cast the inputs"
+        for name in ("q", "k", "v"):
+            seqlen = problem.seqlen_q if name == "q" else problem.seqlen_k
+            if reason := tma.cannot_describe(getattr(operands, name), seqlen, problem.itemsize):
+                return f"TMA cannot read {name}: {reason}"
+        if operands.out.alignment < _ALIGNMENT:
+            return f"writes 16 bytes at a time: the rows of out start at multiples of {operands.out.alignment} bytes"
+        if _work_tiles(problem, 128) > _MAX_TILES:
+            return f"numbers its tiles in 32 bits: {problem.batch} x {problem.heads_q} heads are too many"
+        return None
+
+    def config(self, problem: Problem, operands: Operands, device: DeviceInfo) -> Sm90ForwardConfig:
+        """The tile of the table."""
+        tile_d, tile_dv = (next(size for size in _DIMS if dim <= size) for dim in (problem.head_dim, problem.head_dim_v))
+        tile = _tile(tile_d, tile_dv)
+        return Sm90ForwardConfig(
+            element=problem.dtype,
+            tile_d=tile_d,
+            tile_dv=tile_dv,
+            warpgroups=tile.warpgroups,
+            tile_n=tile.tile_n_band if problem.has_band else tile.tile_n,
+            stages=_STAGES,
+            take_turns=True,
+            exact_dim=problem.head_dim_v == tile_dv,
+            has_band=problem.has_band,
+            score=score_stage(problem),
+        )
+
+    def arch(self, device: DeviceInfo) -> str:
+        """What the kernel is compiled for on a device."""
+        return ARCH
+
+    def launcher(self, problem: Problem, operands: Operands, device: DeviceInfo, config: Sm90ForwardConfig) -> Launcher:
+        """Compile or load the kernel and pack its parameters."""
+        kernel = jit.load(config, device.index, arch=ARCH, dynamic_shared_bytes=config.shared_bytes)
+        return Sm90Launch(kernel, problem, operands, device, config)
+
+    def report(self, config: Sm90ForwardConfig, device: DeviceInfo) -> dict[str, Any]:
+        """What the compiler says of the kernel, for ``explain``."""
+        return jit.compile_config(config, ARCH).report.summary(ARCH)
+
+
+VARIANT = Sm90Forward()
+
+
+def _work_tiles(problem: Problem, tile_m: int) -> int:
+    return problem.batch * problem.heads_q * -(-problem.seqlen_q // tile_m)
+
+
+def _section(problem: Problem) -> int:
+    """(batch, query head) pairs whose tiles are taken together: as many as share the L2 cache, a power of two.
+
+    Without a band all tiles take equally long, and the tiles of one head follow each other.
+    """
+    if not problem.has_band:
+        return 1
+    per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.itemsize
+    fitting = max(1, _L2_BYTES // max(per_head, 1))
+    section: int = 1 << (fitting.bit_length() - 1)
+    return min(section * problem.group, problem.batch * problem.heads_q)
+
+
+class Sm90Launch(KernelLaunch):
+    """Launches the kernel for one plan; calling it enqueues and returns at once.
+
+    The parameters are three tensor maps, ForwardParams and WorkList (Sm90ForwardParams of ``sm90_forward.cu``). Tensor
+    maps hold addresses: those of the last few calls are kept.
+    """
+
+    _WORK = struct.Struct("2i")
+    _KEPT = 64
+
+    def __init__(
+        self,
+        kernel: jit.LoadedKernel,
+        problem: Problem,
+        operands: Operands,
+        device: DeviceInfo,
+        config: Sm90ForwardConfig,
+    ) -> None:
+        query_tiles = -(-problem.seqlen_q // config.tile_m)
+        work_tiles = _work_tiles(problem, config.tile_m)
+        params = forward_params(problem, operands, query_tiles, config.score)
+        work = self._WORK.pack(work_tiles, _section(problem))
+        blocks = min(device.multiprocessors, work_tiles)
+        size = 3 * tma.MAP_BYTES
+        super().__init__(
+            kernel, device.index, bytes(size + POINTERS.size) + params + work, config.threads, config.shared_bytes
+        )
+        self._pointers_at, self._blocks = size, blocks
+        self._encoders = tuple(
+            tma.Encoder(problem.dtype, operand, sizes, rows, tile_dim)
+            for operand, sizes, rows, tile_dim in (
+                (operands.q, (problem.head_dim, problem.seqlen_q, problem.heads_q, problem.batch), config.tile_m, config.tile_d),
+                (operands.k, (problem.head_dim, problem.seqlen_k, problem.heads_kv, problem.batch), config.tile_n, config.tile_d),
+                (operands.v, (problem.head_dim_v, problem.seqlen_k, problem.heads_kv, problem.batch), config.tile_n, config.tile_dv),
+            )
+        )
+        self._maps: dict[tuple[int, int, int], bytes] = {}
+
+    def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
+        with self._lock:
+            maps = self._maps.get((q, k, v))
+            if maps is None:
+                if len(self._maps) >= self._KEPT:
+                    self._maps.clear()
+                maps = b"".join(encode(address) for encode, address in zip(self._encoders, (q, k, v), strict=True))
+                self._maps[q, k, v] = maps
+            ctypes.memmove(self._struct, maps, len(maps))
+            POINTERS.pack_into(self._struct, self._pointers_at, q, k, v, out, lse)
+            self._enqueue(self._blocks, 1, 1, stream)
