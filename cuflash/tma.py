@@ -1,4 +1,4 @@
-"""Tensor maps: how the copy engine of compute capability 9.0 finds a tile of an array (CUDA driver API, "Tensor Map")."""
+"""Tensor maps: how the copy engine of compute capability 9.0 finds tiles of an array (CUDA driver API, "Tensor Map")."""
 
 from __future__ import annotations
 
@@ -83,5 +83,7 @@ class Encoder:
         status, tensor_map = self._encode(*self._before, address, *self._after)
         if status:
             counts, strides = ([int(x) for x in values] for values in self._after[:2])
-            raise RuntimeError(f"cuTensorMapEncodeTiled failed with {status!r}: sizes {counts}, strides {strides} bytes")
+            raise RuntimeError(
+                f"cuTensorMapEncodeTiled failed with {status!r}: sizes {counts}, strides {strides} bytes"
+            )
         return ctypes.string_at(tensor_map.getPtr(), MAP_BYTES)

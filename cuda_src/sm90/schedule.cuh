@@ -1,15 +1,18 @@
-// Which query tiles a block of the persistent grid computes, in which order. Every warp of the block works it out for
-// itself, and no block waits for another.
+// Which query tiles a block of the persistent grid computes, in which order.
 #pragma once
 
 #include "core/params.cuh"
 #include "core/scheduler.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/shared.cuh"
+#include "sm90/ring.cuh"
 
 namespace cuflash {
 
 // Query tiles of `section` (batch, head) pairs together, section after section: as many as share the L2 cache with
 // their keys and values. In a section of more than one the longest tiles of all its heads come first.
 struct WorkList {
+  unsigned* tickets;  // two zeros: tiles given out, and blocks that are through; null to share out by turns
   int tiles, section;
 
   template <bool LongestFirst>
@@ -22,12 +25,42 @@ struct WorkList {
     return {LongestFirst ? p.query_tiles - 1 - tile : tile, pair % p.heads_q, pair / p.heads_q};
   }
 
-  // The block's n-th tile. With a band the blocks take turns back and forth, so that who got the longest tile of one
-  // round gets the shortest of the next.
-  template <bool LongestFirst>
-  static __device__ __forceinline__ int index(int n) {
-    const int grid = gridDim.x, block = blockIdx.x;
-    return n * grid + (LongestFirst && n % 2 ? grid - 1 - block : block);
+  // The index after `index`. Where tiles take unequally long, whichever block is free takes the next one.
+  __device__ __forceinline__ int next(int index) const {
+    const int grid = gridDim.x;
+    return tickets ? grid + static_cast<int>(atomic_add(tickets, 1u)) : index + grid;
+  }
+
+  // By each block when it has been given an index past the end: the last one leaves the tickets as it found them.
+  __device__ __forceinline__ void leave() const {
+    if (tickets == nullptr || atomic_add(tickets + 1, 1u) + 1 != gridDim.x) return;
+    tickets[0] = 0;
+    tickets[1] = 0;
+  }
+};
+
+// How the producer tells the consumers which tile comes next: a ring of two words with its barriers.
+struct WorkRing {
+  using Barriers = RingBarriers<2>;
+  Barriers barriers;
+  static constexpr int bytes = Barriers::bytes + 2 * 4;
+
+  __device__ __forceinline__ unsigned slot(int stage) const { return barriers.at + Barriers::bytes + 4 * stage; }
+
+  __device__ __forceinline__ void publish(Barriers::Position& at, int index) const {
+    mbarrier_wait(barriers.empty(at.stage), at.round ^ 1);
+    store_shared(slot(at.stage), static_cast<unsigned>(index));
+    mbarrier_arrive(barriers.full(at.stage));
+    at.advance();
+  }
+
+  __device__ __forceinline__ int take(Barriers::Position& at, int lane) const {
+    barriers.wait_full(at);
+    const int index = static_cast<int>(load_shared(slot(at.stage)));
+    __syncwarp();
+    if (lane == 0) barriers.release(at);
+    at.advance();
+    return index;
   }
 };
 

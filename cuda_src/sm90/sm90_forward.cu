@@ -56,65 +56,99 @@ struct Shared {
   unsigned base;
   Shape::Ring k_ring, v_ring;
   RingBarriers<1> q_ring;
+  WorkRing work_ring;
 
   __device__ __forceinline__ explicit Shared(unsigned start)
       : base((start + 1023) & ~1023u),
         k_ring{base + Shape::barriers_at},
         v_ring{k_ring.at + Shape::Ring::bytes},
-        q_ring{v_ring.at + Shape::Ring::bytes} {}
+        q_ring{v_ring.at + Shape::Ring::bytes},
+        work_ring{q_ring.at + RingBarriers<1>::bytes} {}
+
+  __device__ __forceinline__ void init() const {
+    constexpr int consumer_warps = 4 * Shape::warpgroups;
+    k_ring.init(consumer_warps);
+    v_ring.init(consumer_warps);
+    q_ring.init(consumer_warps);
+    work_ring.barriers.init(consumer_warps);
+    mbarrier_init_fence();
+  }
 
   __device__ __forceinline__ unsigned q() const { return base; }
   __device__ __forceinline__ unsigned k(int stage) const { return base + Shape::k_at + stage * Shape::K::bytes; }
   __device__ __forceinline__ unsigned v(int stage) const { return base + Shape::v_at + stage * Shape::V::bytes; }
 };
 
-// Calls f(coordinate, key tiles) for each of the block's query tiles in turn.
-template <class F>
-__device__ __forceinline__ void for_each_tile(const Sm90ForwardParams& params, F&& f) {
-  const ForwardParams& p = params.p;
-#pragma unroll 1
-  for (int n = 0;; ++n) {
-    const int index = WorkList::index<Config::has_band>(n);
-    if (n * static_cast<int>(gridDim.x) >= params.work.tiles) return;
-    if (index >= params.work.tiles) continue;
-    const TileCoordinate c = params.work.coordinate<Config::has_band>(p, index);
-    const int row_begin = c.query_tile * Shape::tile_m;
-    f(c, KeyTiles::make<Config::has_band, Shape::tile_n>(p, row_begin, min(p.seqlen_q, row_begin + Shape::tile_m)));
-  }
-}
+// A tile of the work list: where it is, and which keys it sees.
+struct Tile {
+  TileCoordinate at;
+  KeyTiles keys;
 
-// One thread: starts every copy, in the order in which the tiles are needed.
-__device__ __forceinline__ void produce(const Sm90ForwardParams& params, const Shared& shared) {
-  const ForwardParams& p = params.p;
+  __device__ __forceinline__ Tile(const Sm90ForwardParams& params, int index)
+      : at(params.work.coordinate<Config::has_band>(params.p, index)) {
+    const int begin = at.query_tile * Shape::tile_m, end = min(params.p.seqlen_q, begin + Shape::tile_m);
+    keys = KeyTiles::make<Config::has_band, Shape::tile_n>(params.p, begin, end);
+  }
+};
+
+// One thread: hands out the tiles and starts every copy, in the order in which they are needed.
+struct Producer {
+  const Sm90ForwardParams& params;
+  const Shared& shared;
   Shape::Ring::Position k_at, v_at;
   RingPosition<1> q_at;
-  prefetch_tensor_map(params.q);
-  prefetch_tensor_map(params.k);
-  prefetch_tensor_map(params.v);
-  for_each_tile(params, [&](const TileCoordinate& c, const KeyTiles& tiles) {
-    if (tiles.first >= tiles.last) return;
-    const int kv_head = c.head / p.group;
-    const auto load_keys = [&](int tile) {
-      const unsigned barrier = shared.k_ring.acquire(k_at, Shape::K::bytes);
-      Shape::K::load(shared.k(k_at.stage), params.k, barrier, tile * Shape::tile_n, p.k_head ? kv_head : 0,
-                     p.k_batch ? c.batch : 0, kEvictLast);
-      k_at.advance();
-    };
-    load_keys(tiles.last - 1);
+
+  __device__ __forceinline__ void load_keys(const Tile& t, int tile) {
+    const ForwardParams& p = params.p;
+    const unsigned barrier = shared.k_ring.acquire(k_at, Shape::K::bytes);
+    Shape::K::load(shared.k(k_at.stage), params.k, barrier, tile * Shape::tile_n, p.k_head ? t.at.head / p.group : 0,
+                   p.k_batch ? t.at.batch : 0, kEvictLast);
+    k_at.advance();
+  }
+
+  __device__ __forceinline__ void load_values(const Tile& t, int tile) {
+    const ForwardParams& p = params.p;
+    const unsigned barrier = shared.v_ring.acquire(v_at, Shape::V::bytes);
+    Shape::V::load(shared.v(v_at.stage), params.v, barrier, tile * Shape::tile_n, p.v_head ? t.at.head / p.group : 0,
+                   p.v_batch ? t.at.batch : 0, kEvictLast);
+    v_at.advance();
+  }
+
+  __device__ __forceinline__ void load_queries(const Tile& t) {
+    const ForwardParams& p = params.p;
     const unsigned barrier = shared.q_ring.acquire(q_at, Shape::Q::bytes);
-    Shape::Q::load(shared.q(), params.q, barrier, c.query_tile * Shape::tile_m, p.q_head ? c.head : 0,
-                   p.q_batch ? c.batch : 0, kEvictFirst);
+    Shape::Q::load(shared.q(), params.q, barrier, t.at.query_tile * Shape::tile_m, p.q_head ? t.at.head : 0,
+                   p.q_batch ? t.at.batch : 0, kEvictFirst);
     q_at.advance();
+  }
+
+  __device__ __forceinline__ void load(const Tile& t) {
+    if (t.keys.first >= t.keys.last) return;
+    load_keys(t, t.keys.last - 1);
+    load_queries(t);
 #pragma unroll 1
-    for (int tile = tiles.last - 1; tile >= tiles.first; --tile) {
-      if (tile > tiles.first) load_keys(tile - 1);
-      const unsigned barrier = shared.v_ring.acquire(v_at, Shape::V::bytes);
-      Shape::V::load(shared.v(v_at.stage), params.v, barrier, tile * Shape::tile_n, p.v_head ? kv_head : 0,
-                     p.v_batch ? c.batch : 0, kEvictLast);
-      v_at.advance();
+    for (int tile = t.keys.last - 1; tile >= t.keys.first; --tile) {
+      if (tile > t.keys.first) load_keys(t, tile - 1);
+      load_values(t, tile);
     }
-  });
-}
+  }
+
+  __device__ __forceinline__ void run() {
+    prefetch_tensor_map(params.q);
+    prefetch_tensor_map(params.k);
+    prefetch_tensor_map(params.v);
+    WorkRing::Barriers::Position work_at;
+    int index = blockIdx.x;
+#pragma unroll 1
+    while (index < params.work.tiles) {
+      const int next = params.work.next(index);  // asked for early: the answer is needed when this tile is loaded
+      load(Tile(params, index));
+      shared.work_ring.publish(work_at, next);
+      index = next;
+    }
+    params.work.leave();
+  }
+};
 
 // One of the warpgroups that compute: where it works, and its place in the rings.
 struct Consumer {
@@ -228,8 +262,9 @@ struct Consumer {
   }
 
   // One query tile from its inputs to its results.
-  __device__ __forceinline__ void compute(const TileCoordinate& c, const KeyTiles& tiles) {
-    const int row_begin = c.query_tile * Shape::tile_m;
+  __device__ __forceinline__ void compute(const Tile& t) {
+    const KeyTiles tiles = t.keys;
+    const int row_begin = t.at.query_tile * Shape::tile_m;
     Softmax softmax;
     softmax.init();
     Output rO = {};
@@ -259,7 +294,7 @@ struct Consumer {
       pin_accumulators(rO);
       release(shared.v_ring, v_at);
     }
-    store(c, softmax, rO);
+    store(t.at, softmax, rO);
   }
 
   __device__ __forceinline__ void first_step(Softmax& softmax, Weights& rP, int row_begin, int tile) {
@@ -292,20 +327,21 @@ extern "C" __global__ void __launch_bounds__(cuflash::Shape::threads, 1)
   using namespace cuflash;
   extern __shared__ char dynamic[];
   const Shared shared(shared_address(dynamic));
-  if (threadIdx.x == 0) {
-    shared.k_ring.init(4 * Shape::warpgroups);
-    shared.v_ring.init(4 * Shape::warpgroups);
-    shared.q_ring.init(4 * Shape::warpgroups);
-    mbarrier_init_fence();
-  }
+  if (threadIdx.x == 0) shared.init();
   __syncthreads();
   const int role = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
   if (role == 0) {
     give_registers<Shape::producer_registers>();
-    if (threadIdx.x == 0) produce(params, shared);
+    if (threadIdx.x == 0) Producer{params, shared}.run();
   } else {
     take_registers<Shape::consumer_registers>();
     Consumer consumer(params.p, shared, role - 1);
-    for_each_tile(params, [&](const TileCoordinate& c, const KeyTiles& tiles) { consumer.compute(c, tiles); });
+    WorkRing::Barriers::Position work_at;
+    int index = blockIdx.x;
+#pragma unroll 1
+    while (index < params.work.tiles) {
+      consumer.compute(Tile(params, index));
+      index = shared.work_ring.take(work_at, consumer.lane);
+    }
   }
 }

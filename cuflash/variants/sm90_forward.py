@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from cuflash import jit, tma
-from cuflash.launch import FORWARD_PARAMS_BYTES, POINTERS, KernelLaunch, forward_params
+from cuflash.launch import POINTERS, KernelLaunch, forward_params
 from cuflash.problem import Problem
-from cuflash.variants.base import DeviceInfo, Launcher, Operand, Operands
+from cuflash.tickets import tickets
+from cuflash.variants.base import DeviceInfo, Launcher, Operands
 from cuflash.variants.score import score_stage
 from cuflash.view import DeviceKind
 from cuflash.wgmma import wgmma_source
@@ -78,7 +77,7 @@ class Sm90ForwardConfig:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: sQ, the rings of sK and sV, their barriers, and room to align."""
         tiles = self.tile_m * self.tile_d + self.stages * self.tile_n * (self.tile_d + self.tile_dv)
-        return 2 * tiles + 16 * (2 * self.stages + 1) + 1024
+        return 2 * tiles + 16 * (2 * self.stages + 1 + 2) + 8 + 1024
 
     def written_source(self) -> str:
         """The products of this Config: scores are tile_n wide, outputs tile_dv."""
@@ -141,7 +140,9 @@ class Sm90Forward:
 
     def config(self, problem: Problem, operands: Operands, device: DeviceInfo) -> Sm90ForwardConfig:
         """The tile of the table."""
-        tile_d, tile_dv = (next(size for size in _DIMS if dim <= size) for dim in (problem.head_dim, problem.head_dim_v))
+        tile_d, tile_dv = (
+            next(size for size in _DIMS if dim <= size) for dim in (problem.head_dim, problem.head_dim_v)
+        )
         tile = _tile(tile_d, tile_dv)
         return Sm90ForwardConfig(
             element=problem.dtype,
@@ -197,7 +198,8 @@ class Sm90Launch(KernelLaunch):
     maps hold addresses: those of the last few calls are kept.
     """
 
-    _WORK = struct.Struct("2i")
+    _WORK = struct.Struct("Q2i")
+    _ADDRESS = struct.Struct("Q")
     _KEPT = 64
 
     def __init__(
@@ -210,20 +212,34 @@ class Sm90Launch(KernelLaunch):
     ) -> None:
         query_tiles = -(-problem.seqlen_q // config.tile_m)
         work_tiles = _work_tiles(problem, config.tile_m)
-        params = forward_params(problem, operands, query_tiles, config.score)
-        work = self._WORK.pack(work_tiles, _section(problem))
-        blocks = min(device.multiprocessors, work_tiles)
-        size = 3 * tma.MAP_BYTES
-        super().__init__(
-            kernel, device.index, bytes(size + POINTERS.size) + params + work, config.threads, config.shared_bytes
-        )
-        self._pointers_at, self._blocks = size, blocks
+        params = bytes(3 * tma.MAP_BYTES + POINTERS.size) + forward_params(problem, operands, query_tiles, config.score)
+        work = self._WORK.pack(0, work_tiles, _section(problem))
+        super().__init__(kernel, device.index, params + work, config.threads, config.shared_bytes)
+        self._work_at = len(params)
+        self._blocks = min(device.multiprocessors, work_tiles)
+        # Tiles that take equally long are shared out by turns.
+        self._tickets = tickets(device.index) if problem.has_band and work_tiles > self._blocks else None
         self._encoders = tuple(
             tma.Encoder(problem.dtype, operand, sizes, rows, tile_dim)
             for operand, sizes, rows, tile_dim in (
-                (operands.q, (problem.head_dim, problem.seqlen_q, problem.heads_q, problem.batch), config.tile_m, config.tile_d),
-                (operands.k, (problem.head_dim, problem.seqlen_k, problem.heads_kv, problem.batch), config.tile_n, config.tile_d),
-                (operands.v, (problem.head_dim_v, problem.seqlen_k, problem.heads_kv, problem.batch), config.tile_n, config.tile_dv),
+                (
+                    operands.q,
+                    (problem.head_dim, problem.seqlen_q, problem.heads_q, problem.batch),
+                    config.tile_m,
+                    config.tile_d,
+                ),
+                (
+                    operands.k,
+                    (problem.head_dim, problem.seqlen_k, problem.heads_kv, problem.batch),
+                    config.tile_n,
+                    config.tile_d,
+                ),
+                (
+                    operands.v,
+                    (problem.head_dim_v, problem.seqlen_k, problem.heads_kv, problem.batch),
+                    config.tile_n,
+                    config.tile_dv,
+                ),
             )
         )
         self._maps: dict[tuple[int, int, int], bytes] = {}
@@ -237,5 +253,7 @@ class Sm90Launch(KernelLaunch):
                 maps = b"".join(encode(address) for encode, address in zip(self._encoders, (q, k, v), strict=True))
                 self._maps[q, k, v] = maps
             ctypes.memmove(self._struct, maps, len(maps))
-            POINTERS.pack_into(self._struct, self._pointers_at, q, k, v, out, lse)
+            POINTERS.pack_into(self._struct, len(maps), q, k, v, out, lse)
+            if self._tickets is not None:
+                self._ADDRESS.pack_into(self._struct, self._work_at, self._tickets.take(stream))
             self._enqueue(self._blocks, 1, 1, stream)
