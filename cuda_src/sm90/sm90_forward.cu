@@ -39,8 +39,8 @@ struct Shape {
   // Shared memory, from a multiple of 1024: sQ (tile_m, tile_d); sK (stages, tile_n, tile_d); sV (stages, tile_n,
   // tile_dv); the barriers.
   static constexpr int k_at = Q::bytes, v_at = k_at + stages * K::bytes, barriers_at = v_at + stages * V::bytes;
-  static constexpr int producer_registers = warpgroups == 2 ? 24 : 32;
-  static constexpr int consumer_registers = warpgroups == 2 ? 240 : 160;
+  static constexpr int producer_registers = warpgroups == 2 ? 40 : 32;
+  static constexpr int consumer_registers = warpgroups == 2 ? 232 : 160;
   static_assert(tile_n % 16 == 0 && (warpgroups == 2 || warpgroups == 3), "wgmma takes 16 keys at a time");
 };
 
@@ -122,15 +122,22 @@ struct Producer {
     q_at.advance();
   }
 
-  __device__ __forceinline__ void load(const Tile& t) {
-    if (t.keys.first >= t.keys.last) return;
+  // Returns the index of the next tile: asked for as late as its answer still comes in time.
+  __device__ __forceinline__ int load(const Tile& t, int index) {
+    if (t.keys.first >= t.keys.last) return params.work.next(index);
     load_keys(t, t.keys.last - 1);
     load_queries(t);
+    int next;
 #pragma unroll 1
     for (int tile = t.keys.last - 1; tile >= t.keys.first; --tile) {
-      if (tile > t.keys.first) load_keys(t, tile - 1);
+      if (tile > t.keys.first) {
+        load_keys(t, tile - 1);
+      } else {
+        next = params.work.next(index);
+      }
       load_values(t, tile);
     }
+    return next;
   }
 
   __device__ __forceinline__ void run() {
@@ -141,10 +148,8 @@ struct Producer {
     int index = blockIdx.x;
 #pragma unroll 1
     while (index < params.work.tiles) {
-      const int next = params.work.next(index);  // asked for early: the answer is needed when this tile is loaded
-      load(Tile(params, index));
-      shared.work_ring.publish(work_at, next);
-      index = next;
+      index = load(Tile(params, index), index);
+      shared.work_ring.publish(work_at, index);
     }
     params.work.leave();
   }
