@@ -20,6 +20,20 @@ struct KeyTiles {
       return {0, (p.seqlen_k + TileN - 1) / TileN};
     }
   }
+
+  // Those of them that all rows of [row_begin, row_begin + TileM) see in full.
+  template <bool HasBand, int TileM, int TileN>
+  static __device__ __forceinline__ KeyTiles without_mask(const ForwardParams& p, int row_begin) {
+    if constexpr (HasBand) {
+      const int first_key = max(row_begin + TileM - 1 + p.diag_lower, 0);
+      const int end_key = max(min(row_begin + p.diag_upper + 1, p.seqlen_k), 0);
+      return {(first_key + TileN - 1) / TileN, end_key / TileN};
+    } else {
+      return {0, p.seqlen_k / TileN};
+    }
+  }
+
+  __device__ __forceinline__ bool contains(int tile) const { return tile >= first && tile < last; }
 };
 
 // Whether a key tile holds a key that some row of [row_begin, row_begin + TileM) does not see.

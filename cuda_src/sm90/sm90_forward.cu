@@ -196,13 +196,17 @@ struct Consumer {
   }
 
   // rO (64, tile_dv) += P V, not waited for.
+  template <bool PassTurn>
   __device__ __forceinline__ void issue_output(Output& rO, const Weights& rP) const {
     wgmma_fence();
     const uint64 value = Shape::V::rows_deep | shared.v(v_at.stage) >> 4;
 #pragma unroll
-    for (int k = 0; k < Shape::tile_n / 16; ++k)
+    for (int k = 0; k < Shape::tile_n / 16; ++k) {
+      if (PassTurn && k == Shape::tile_n / 16 - Config::turn_slack) pass_turn();
       Wgmma<Config::tile_dv, Shape::Element>::rs<1>(rO, rP[k], value + (k * 16 * Shape::V::row_bytes >> 4), 1);
+    }
     wgmma_commit();
+    if (PassTurn && Config::turn_slack == 0) pass_turn();
   }
 
   // Scores to weights. What the rows have accumulated must be multiplied with `factor`.
@@ -245,20 +249,18 @@ struct Consumer {
   // The scores of `tile` beside the output of the tile before it.
   template <bool Masked>
   __device__ __forceinline__ void step(Softmax& softmax, Output& rO, Weights& rP, int row_begin, int tile) {
-    if (Config::has_band && needs_mask<true, Shape::tile_m, Shape::tile_n>(p, row_begin, tile + 1))
-      silence_nonfinite(rO, row_begin, tile + 1);
     Scores rS;
     float factor[1][2];
     shared.k_ring.wait_full(k_at);
     wait_turn();
     issue_scores(rS);
     shared.v_ring.wait_full(v_at);
-    issue_output(rO, rP);
-    pass_turn();
+    issue_output<true>(rO, rP);
     wgmma_wait<1>();
     pin_accumulators(rS);
     release(shared.k_ring, k_at);
     weigh<Masked>(softmax, rS, factor, row_begin, tile);
+    pin_accumulators(rS);  // or the compiler moves the exponentials behind the wait, where nothing runs beside them
     wgmma_wait<0>();
     pin_accumulators(rO);
     release(shared.v_ring, v_at);
@@ -275,31 +277,38 @@ struct Consumer {
     Output rO = {};
     if (tiles.first < tiles.last) {
       Weights rP;
-      int tile = tiles.last - 1;
-      first_step(softmax, rP, row_begin, tile);
-      const auto masked = [&](int t) { return needs_mask<true, Shape::tile_m, Shape::tile_n>(p, row_begin, t); };
-      if constexpr (Config::has_band) {
-#pragma unroll 1
-        while (tile > tiles.first && masked(tile - 1)) step<true>(softmax, rO, rP, row_begin, --tile);
-      }
-#pragma unroll 1
-      while (tile > tiles.first && !(Config::has_band && masked(tile - 1)))
-        step<false>(softmax, rO, rP, row_begin, --tile);
-      if constexpr (Config::has_band) {
-#pragma unroll 1
-        while (tile > tiles.first) step<true>(softmax, rO, rP, row_begin, --tile);
-      }
+      accumulate(softmax, rO, rP, tiles, row_begin);
       if (lane == 0) shared.q_ring.release(q_at);
       q_at.advance();
-      if (Config::has_band && needs_mask<true, Shape::tile_m, Shape::tile_n>(p, row_begin, tile))
-        silence_nonfinite(rO, row_begin, tile);
       shared.v_ring.wait_full(v_at);
-      issue_output(rO, rP);
+      issue_output<false>(rO, rP);
       wgmma_wait<0>();
       pin_accumulators(rO);
       release(shared.v_ring, v_at);
     }
     store(t.at, softmax, rO);
+  }
+
+  // All tiles but for the last one's output, whose weights stay in rP.
+  __device__ __forceinline__ void accumulate(Softmax& softmax, Output& rO, Weights& rP, const KeyTiles& tiles,
+                                             int row_begin) {
+    const KeyTiles clear = KeyTiles::without_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, row_begin);
+    int tile = tiles.last - 1;
+    first_step(softmax, rP, row_begin, tile);
+#pragma unroll 1
+    while (true) {
+      if (Config::has_band && !clear.contains(tile)) silence_nonfinite(rO, row_begin, tile);
+      if (tile == tiles.first) return;
+      if (Config::has_band && !clear.contains(tile - 1)) {
+        step<true>(softmax, rO, rP, row_begin, --tile);
+        continue;
+      }
+      const int end = Config::has_band ? max(clear.first, tiles.first) : 0;
+#pragma unroll 1
+      do {
+        step<false>(softmax, rO, rP, row_begin, --tile);
+      } while (tile > end);
+    }
   }
 
   __device__ __forceinline__ void first_step(Softmax& softmax, Weights& rP, int row_begin, int tile) {

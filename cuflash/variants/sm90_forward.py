@@ -41,6 +41,8 @@ class Sm90ForwardConfig:
         Tiles in each of the rings of K and V.
     take_turns : bool
         Whether the warpgroups take turns at issuing their products.
+    turn_slack : int
+        Instructions that are still to issue when the turn passes on.
     exact_dim : bool
         Whether head_dim_v is tile_dv.
     has_band : bool
@@ -59,6 +61,7 @@ class Sm90ForwardConfig:
     tile_n: int
     stages: int
     take_turns: bool
+    turn_slack: int
     exact_dim: bool
     has_band: bool
     score: str
@@ -152,6 +155,7 @@ class Sm90Forward:
             tile_n=tile.tile_n_band if problem.has_band else tile.tile_n,
             stages=_STAGES,
             take_turns=True,
+            turn_slack=0,
             exact_dim=problem.head_dim_v == tile_dv,
             has_band=problem.has_band,
             score=score_stage(problem),
