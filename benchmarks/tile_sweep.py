@@ -177,9 +177,10 @@ def measure(
         launch = launcher(variant, case, shape(batch, seqlen, heads, dim, causal))
         timers[case.name] = torch_timer(lambda launch=launch: run(launch, q, k, v, out))  # type: ignore[misc]
     samples: dict[str, list[float]] = {name: [] for name in timers}
-    for _ in range(rounds):
-        for name, timer in timers.items():
-            samples[name].append(timer())
+    order = list(timers)
+    for turn in range(rounds):
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+            samples[name].append(timers[name]())
     flops = 4 * batch * heads * seqlen * seqlen * dim / (2 if causal else 1)
     speed = {name: flops / statistics.median(ms) / 1e9 for name, ms in samples.items()}
     return {name: speed[name] for name in speed if name not in names}, {name: speed[name] for name in names}

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/types.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -34,8 +35,10 @@ struct PanelLayout {
     return chunk / chunks * panel_bytes + row * row_bytes + ((chunk % chunks) ^ phase) * 16;
   }
 
+  // By one thread: starts the copy of a tile, which completes the phase of `barrier`.
   static __device__ __forceinline__ void load(unsigned shared, const TensorMap& map, unsigned barrier, int row,
                                               int head, int batch, unsigned long long policy) {
+    mbarrier_arrive_expect(barrier, bytes);
 #pragma unroll
     for (int panel = 0; panel < panels; ++panel)
       tma_load(shared + panel * panel_bytes, map, barrier, panel * panel_columns, row, head, batch, policy);

@@ -37,12 +37,8 @@ struct RingBarriers {
   __device__ __forceinline__ unsigned full(int stage) const { return at + 8 * stage; }
   __device__ __forceinline__ unsigned empty(int stage) const { return at + 8 * (Stages + stage); }
 
-  // Producer: waits until the stage is empty and announces `bytes`; the copies then name the barrier returned.
-  __device__ __forceinline__ unsigned acquire(const Position& p, int bytes) const {
-    mbarrier_wait(empty(p.stage), p.round ^ 1);
-    mbarrier_arrive_expect(full(p.stage), bytes);
-    return full(p.stage);
-  }
+  // Producer.
+  __device__ __forceinline__ void wait_empty(const Position& p) const { mbarrier_wait(empty(p.stage), p.round ^ 1); }
 
   // Consumer.
   __device__ __forceinline__ void wait_full(const Position& p) const { mbarrier_wait(full(p.stage), p.round); }

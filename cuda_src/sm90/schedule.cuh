@@ -4,6 +4,7 @@
 #include "core/params.cuh"
 #include "core/scheduler.cuh"
 #include "ptx/atomic.cuh"
+#include "ptx/elect.cuh"
 #include "ptx/shared.cuh"
 #include "sm90/ring.cuh"
 
@@ -25,7 +26,7 @@ struct WorkList {
     return {LongestFirst ? p.query_tiles - 1 - tile : tile, pair % p.heads_q, pair / p.heads_q};
   }
 
-  // The index after `index`. Where tiles take unequally long, whichever block is free takes the next one.
+  // By one thread: the index after `index`. Where tiles take unequally long, whichever block is free takes the next.
   __device__ __forceinline__ int next(int index) const {
     const int grid = gridDim.x;
     return tickets ? grid + static_cast<int>(atomic_add(tickets, 1u)) : index + grid;
@@ -47,17 +48,16 @@ struct WorkRing {
 
   __device__ __forceinline__ unsigned slot(int stage) const { return barriers.at + Barriers::bytes + 4 * stage; }
 
-  __device__ __forceinline__ void publish(Barriers::Position& at, int index) const {
-    mbarrier_wait(barriers.empty(at.stage), at.round ^ 1);
+  // By one thread.
+  __device__ __forceinline__ void publish(const Barriers::Position& at, int index) const {
+    barriers.wait_empty(at);
     store_shared(slot(at.stage), static_cast<unsigned>(index));
     mbarrier_arrive(barriers.full(at.stage));
-    at.advance();
   }
 
   __device__ __forceinline__ int take(Barriers::Position& at, int lane) const {
     barriers.wait_full(at);
-    const int index = static_cast<int>(load_shared(slot(at.stage)));
-    __syncwarp();
+    const int index = warp_uniform(static_cast<int>(load_shared(slot(at.stage))));
     if (lane == 0) barriers.release(at);
     at.advance();
     return index;

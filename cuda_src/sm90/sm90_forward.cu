@@ -8,6 +8,7 @@
 #include "core/score.cuh"
 #include "core/seqlen.cuh"
 #include "core/softmax.cuh"
+#include "ptx/elect.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/shared.cuh"
@@ -91,67 +92,77 @@ struct Tile {
   }
 };
 
-// One thread: hands out the tiles and starts every copy, in the order in which they are needed.
+// One warp: hands out the tiles and starts every copy, in the order in which they are needed.
 struct Producer {
   const Sm90ForwardParams& params;
   const Shared& shared;
+  bool elected;
   Shape::Ring::Position k_at, v_at;
   RingPosition<1> q_at;
 
-  __device__ __forceinline__ void load_keys(const Tile& t, int tile) {
-    const ForwardParams& p = params.p;
-    const unsigned barrier = shared.k_ring.acquire(k_at, Shape::K::bytes);
-    Shape::K::load(shared.k(k_at.stage), params.k, barrier, tile * Shape::tile_n, p.k_head ? t.at.head / p.group : 0,
-                   p.k_batch ? t.at.batch : 0, kEvictLast);
+  __device__ __forceinline__ void load_keys(int tile, int head, int batch) {
+    shared.k_ring.wait_empty(k_at);
+    if (elected)
+      Shape::K::load(shared.k(k_at.stage), params.k, shared.k_ring.full(k_at.stage), tile * Shape::tile_n, head, batch,
+                     kEvictLast);
     k_at.advance();
   }
 
-  __device__ __forceinline__ void load_values(const Tile& t, int tile) {
-    const ForwardParams& p = params.p;
-    const unsigned barrier = shared.v_ring.acquire(v_at, Shape::V::bytes);
-    Shape::V::load(shared.v(v_at.stage), params.v, barrier, tile * Shape::tile_n, p.v_head ? t.at.head / p.group : 0,
-                   p.v_batch ? t.at.batch : 0, kEvictLast);
+  __device__ __forceinline__ void load_values(int tile, int head, int batch) {
+    shared.v_ring.wait_empty(v_at);
+    if (elected)
+      Shape::V::load(shared.v(v_at.stage), params.v, shared.v_ring.full(v_at.stage), tile * Shape::tile_n, head, batch,
+                     kEvictLast);
     v_at.advance();
   }
 
-  __device__ __forceinline__ void load_queries(const Tile& t) {
+  __device__ __forceinline__ void load_queries(const TileCoordinate& at) {
     const ForwardParams& p = params.p;
-    const unsigned barrier = shared.q_ring.acquire(q_at, Shape::Q::bytes);
-    Shape::Q::load(shared.q(), params.q, barrier, t.at.query_tile * Shape::tile_m, p.q_head ? t.at.head : 0,
-                   p.q_batch ? t.at.batch : 0, kEvictFirst);
+    shared.q_ring.wait_empty(q_at);
+    if (elected)
+      Shape::Q::load(shared.q(), params.q, shared.q_ring.full(0), at.query_tile * Shape::tile_m, p.q_head ? at.head : 0,
+                     p.q_batch ? at.batch : 0, kEvictFirst);
     q_at.advance();
   }
 
-  // Returns the index of the next tile: asked for as late as its answer still comes in time.
+  // Returns the index of the next tile, in the elected thread: asked for as late as its answer still comes in time.
   __device__ __forceinline__ int load(const Tile& t, int index) {
-    if (t.keys.first >= t.keys.last) return params.work.next(index);
-    load_keys(t, t.keys.last - 1);
-    load_queries(t);
-    int next;
+    const ForwardParams& p = params.p;
+    const int kv_head = t.at.head / p.group, first = t.keys.first;
+    const int k_head = p.k_head ? kv_head : 0, k_batch = p.k_batch ? t.at.batch : 0;
+    const int v_head = p.v_head ? kv_head : 0, v_batch = p.v_batch ? t.at.batch : 0;
+    int tile = t.keys.last - 1, next = 0;
+    if (first <= tile) {
+      load_keys(tile, k_head, k_batch);
+      load_queries(t.at);
 #pragma unroll 1
-    for (int tile = t.keys.last - 1; tile >= t.keys.first; --tile) {
-      if (tile > t.keys.first) {
-        load_keys(t, tile - 1);
-      } else {
-        next = params.work.next(index);
+      for (; tile > first; --tile) {
+        load_keys(tile - 1, k_head, k_batch);
+        load_values(tile, v_head, v_batch);
       }
-      load_values(t, tile);
     }
+    if (elected) next = params.work.next(index);
+    if (first <= tile) load_values(first, v_head, v_batch);
     return next;
   }
 
   __device__ __forceinline__ void run() {
-    prefetch_tensor_map(params.q);
-    prefetch_tensor_map(params.k);
-    prefetch_tensor_map(params.v);
+    elected = elect_one();
+    if (elected) {
+      prefetch_tensor_map(params.q);
+      prefetch_tensor_map(params.k);
+      prefetch_tensor_map(params.v);
+    }
     WorkRing::Barriers::Position work_at;
     int index = blockIdx.x;
 #pragma unroll 1
     while (index < params.work.tiles) {
-      index = load(Tile(params, index), index);
-      shared.work_ring.publish(work_at, index);
+      const int next = load(Tile(params, index), index);
+      if (elected) shared.work_ring.publish(work_at, next);
+      work_at.advance();
+      index = __reduce_max_sync(0xFFFFFFFFu, next);
     }
-    params.work.leave();
+    if (elected) params.work.leave();
   }
 };
 
@@ -343,10 +354,10 @@ extern "C" __global__ void __launch_bounds__(cuflash::Shape::threads, 1)
   const Shared shared(shared_address(dynamic));
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
-  const int role = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
+  const int role = warp_uniform(threadIdx.x / 128);
   if (role == 0) {
     give_registers<Shape::producer_registers>();
-    if (threadIdx.x == 0) Producer{params, shared}.run();
+    if (warp_uniform(threadIdx.x / 32) == 0) Producer{params, shared}.run();
   } else {
     take_registers<Shape::consumer_registers>();
     Consumer consumer(params.p, shared, role - 1);
