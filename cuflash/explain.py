@@ -19,7 +19,11 @@ from cuflash.variants.base import DeviceInfo, Operands
 _ALGORITHMS: tuple[Algorithm, ...] = ("standard", "flash-1", "flash-2")
 _CPU_CACHE = 1 << 20  # fast memory assumed for the traffic model on a CPU: a typical per-core L2
 _TILE = 128  # query rows assumed where no variant says
-_FOLLOWS: Mapping[str, Algorithm] = {"sm80": "flash-2", "numpy": "flash-2"}  # whose loop order a variant has
+_FOLLOWS: Mapping[str, Algorithm] = {
+    "sm90": "flash-2",
+    "sm80": "flash-2",
+    "numpy": "flash-2",
+}  # whose loop order a variant has
 _FIRST = ("tile", "stages", "threads", "shared_bytes")  # of a Config, what tells most
 _WIDTH = 120
 _UNBROKEN = "\u00a0"  # a space at which textwrap does not break a line

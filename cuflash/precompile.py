@@ -88,7 +88,7 @@ def precompile(
     >>> from cuflash.precompile import usual_problems
     >>> kernels = cuflash.precompile(usual_problems([96], ["float16"]), arch=["sm_80", "sm_90"])
     >>> [(kernel.arch, kernel.config.has_band) for kernel in kernels]
-    [('sm_80', False), ('sm_80', True), ('sm_90', False), ('sm_90', True)]
+    [('sm_80', False), ('sm_80', True), ('sm_90a', False), ('sm_90a', True)]
     """
     from cuflash import jit  # here, so that importing cuflash does not load the compiler's part
 
@@ -110,8 +110,8 @@ def planned_kernels(problems: Iterable[Problem], devices: Sequence[DeviceInfo]) 
     builds: dict[tuple[Any, str], None] = {}
     for problem in problems:
         for device in devices:
-            _, config = select(problem, contiguous_operands(problem), device)
-            builds[config, device.arch] = None
+            variant, config = select(problem, contiguous_operands(problem), device)
+            builds[config, variant.arch(device)] = None
     return list(builds)
 
 

@@ -1,4 +1,7 @@
-"""Tensor maps: how the copy engine of compute capability 9.0 finds tiles of an array (CUDA driver API, "Tensor Map")."""
+"""Tensor maps: how the copy engine of compute capability 9.0 finds tiles of an array.
+
+CUDA driver API, "Tensor Map Object Management".
+"""
 
 from __future__ import annotations
 

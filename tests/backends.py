@@ -6,6 +6,7 @@ All data is made with NumPy and moved as bits, so that bfloat16 asks nothing of 
 import importlib
 from dataclasses import dataclass
 
+import hypothesis
 import ml_dtypes
 import numpy as np
 import pytest
@@ -176,6 +177,10 @@ class Target:
         """A C-contiguous array of the framework on the device, with the bits of a NumPy array."""
         if not self.has_strides:
             return self.kit.make(x)
+        if self.variant == "sm90" and x.ndim and x.shape[-1] % 8:  # the copy engine wants rows 16 bytes apart
+            padded = np.zeros((*x.shape[:-1], -(-x.shape[-1] // 8) * 8), x.dtype)
+            padded[..., : x.shape[-1]] = x
+            return self.kit.view(self.kit.flat(padded.reshape(-1)), x.shape, row_major(padded.shape))
         return self.kit.view(self.kit.flat(np.ascontiguousarray(x).reshape(-1)), x.shape, row_major(x.shape))
 
     def scatter(self, x, strides, offset=0, fill=np.nan):
@@ -192,7 +197,14 @@ class Target:
     def call(self, q, k, v, **options):
         """Run on the framework's own arrays, check what kind of arrays come back, and return them as NumPy arrays."""
         kit = self.kit
-        out, lse = cuflash.attention(q, k, v, variant=self.variant, return_lse=True, **options)
+        try:
+            out, lse = cuflash.attention(q, k, v, variant=self.variant, return_lse=True, **options)
+        except cuflash.UnsupportedProblem as error:
+            if not (self.variant == "sm90" and "TMA cannot read" in str(error)):
+                raise
+            if hypothesis.currently_in_test_context():
+                hypothesis.reject()
+            pytest.skip(f"by design: {error.reasons['sm90']}")
         assert out is options.get("out", out)
         assert type(out) is type(q) and isinstance(lse, kit.array_type)
         assert out.dtype == q.dtype and tuple(out.shape) == (*q.shape[:-1], v.shape[-1])
@@ -218,6 +230,7 @@ def _table():
     rows += [(framework, "cpu", "numpy", "bfloat16") for framework in ("torch", "jax")]
     rows += [(framework, "cuda", "sm80", dtype) for framework in ("cupy", "torch") for dtype in ("float16", "bfloat16")]
     rows += [("jax", "cuda", "sm80", "bfloat16")]
+    rows += [("cupy", "cuda", "sm90", "bfloat16"), ("torch", "cuda", "sm90", "float16")]
     return [Target(*row) for row in rows]
 
 

@@ -349,7 +349,7 @@ def test_explain_and_precompile_without_a_compiler(tmp_path):
     """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert "\nbuild     not known: needs cuda-core and NVRTC; pip install 'cuflash[cuda13]'\n" in done.stdout
-    assert "\nvariant   sm80\n" in done.stdout and "flash-2" in done.stdout and "status 0 1" in done.stdout
+    assert "\nvariant   sm90\n" in done.stdout and "flash-2" in done.stdout and "status 0 1" in done.stdout
     assert "compiling needs cuda-core and NVRTC" in done.stderr
 
 

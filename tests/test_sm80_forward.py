@@ -1,4 +1,4 @@
-"""The sm80 variant: its table of tiles and its launch without a GPU; sizes, repeats and races on one."""
+"""The sm80 variant: its table of tiles and its launch without a GPU; on one, what only it can read and write."""
 
 import ctypes
 import itertools
@@ -9,14 +9,12 @@ import types
 
 import numpy as np
 import pytest
-from backends import DTYPES, TARGETS, assert_same_bits, bits
+from backends import DTYPES, Target, assert_same_bits, bits
 
-import cuflash
 from cuflash import launch
 from cuflash.device import known_device
 from cuflash.jit import source_root
 from cuflash.problem import Problem, check_options, make_problem
-from cuflash.reference import check_forward
 from cuflash.variants.base import CPU, DeviceInfo, Operand, Operands
 from cuflash.variants.sm80_forward import VARIANT
 
@@ -259,185 +257,9 @@ def test_a_failed_launch_names_kernel_and_config(driver):
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 
-def target(framework="torch", dtype="bfloat16"):
-    return next(t for t in TARGETS if (t.framework, t.device, t.dtype) == (framework, "cuda", dtype))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
-@pytest.mark.parametrize("way", ["grows", "shrinks", "jumps", "differs by row"])
-@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_maxima_that_grow_from_tile_to_tile(dtype, d, way, options):
-    """Rows are rescaled again and again, or in some fragments of a warp only; never their neighbours."""
-    t, n = target(dtype=dtype), 700
-    q, k, v = t.inputs(b=2, m=n, n=n, hq=2, hkv=2, d=d, seed=d)
-    place = np.linspace(0, 1, n, dtype=np.float32)[None, :, None, None]
-    factor = {
-        "grows": 1 + 40 * (1 - place),  # the kernel walks the keys from the last to the first
-        "shrinks": 1 + 40 * place,
-        "jumps": np.where(place < 0.3, 60, 1),
-        "differs by row": np.ones_like(place),
-    }[way]
-    k = (k.astype(np.float32) * factor).astype(k.dtype)
-    if way == "differs by row":
-        rows = np.where(np.arange(n) % 7 == 3, 50, 0.1)[None, :, None, None]
-        q = (q.astype(np.float32) * rows).astype(q.dtype)
-    out, lse, _ = t.check(q, k, v, **options)
-    alone, alone_lse = t.attend(q[1:, :, 1:], k[1:, :, 1:], v[1:, :, 1:], **options)
-    assert_same_bits(alone, out[1:, :, 1:])
-    assert_same_bits(alone_lse, lse[1:, 1:])
-    if not options:
-        rows_alone, _ = t.attend(q[:, 330:343], k, v)
-        assert_same_bits(rows_alone, out[:, 330:343])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("d", [64, 128, 256])
-@pytest.mark.parametrize(
-    ("dtype", "size"),
-    [("float16", 1e2), ("float16", 6e3), ("float16", 6e4), ("bfloat16", 1e8), ("bfloat16", 1e15), ("bfloat16", 1.2e19)],
-)
-def test_scores_far_from_zero(dtype, size, d):
-    """Each query agrees with one key so much that its output is that key's value and its lse that score."""
-    t = target(dtype=dtype)
-    _, _, v = t.inputs(m=d, n=d, d=d, dv=d)
-    eye = (np.eye(d) * size).astype(v.dtype)[None, :, None, :]
-    ordinary = t.inputs(m=d, n=d, d=d, dv=d, seed=1)[0]
-    rows = np.arange(d) % 3 == 0
-    q = np.where(rows[None, :, None, None], eye, ordinary).astype(v.dtype)
-    out, lse = t.attend(q, eye, v, scale=1.0)
-    score = float(eye[0, 0, 0, 0]) ** 2
-    assert_same_bits(out[:, rows], v[:, rows])
-    np.testing.assert_allclose(lse[0, 0, rows], score, rtol=1e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_long_sequences(dtype):
-    t, n = target("cupy", dtype), 65537
-    q, k, v = t.inputs(m=n, n=n, d=16, dv=8)
-    rows = np.unique(np.r_[0:16, 63:66, 32767:32770, 65500:65537])
-    out, lse = t.attend(q, k, v)
-    check_forward(out[:, rows], q[:, rows], k, v, lse=lse[..., rows])
-    for options, reach in (({"causal": True}, n), ({"window": (1000, 0)}, 1000)):
-        out, lse = t.attend(q, k, v, **options)
-        for row in (0, 1000, 32768, 65535, 65536):
-            row, keys = slice(row, row + 1), slice(max(0, row - reach), row + 1)
-            check_forward(out[:, row], q[:, row], k[:, keys], v[:, keys], lse=lse[..., row])
-
-
-@pytest.mark.gpu
-def test_batch_larger_than_a_grid():
-    t, b = target(), 70000
-    q, k, v = t.inputs(b=b, m=1, n=1, hq=2, hkv=1, d=8)
-    out, lse = t.attend(q, k, v)
-    assert_same_bits(out, np.repeat(v, 2, axis=2))  # one key has weight 1
-    some = np.r_[0:8, 65528:65544, 69990:70000]
-    check_forward(out[some], q[some], k[some], v[some], lse=lse[some])
-    q, k, v = t.inputs(b=b, m=2, n=3, hq=2, hkv=1, d=8)
-    out, lse = t.attend(q, k, v, causal=True)
-    check_forward(out[some], q[some], k[some], v[some], lse=lse[some], causal=True)
-    whole = [t.make(x) for x in (q, k, v)]
-    shared = [whole[0], whole[1][:1].expand(b, -1, -1, -1), whole[2][:1].expand(b, -1, -1, -1)]
-    got, _ = t.call(*shared)
-    check_forward(got[some], q[some], k[[0] * len(some)], v[[0] * len(some)])
-
-
-@pytest.mark.gpu
-def test_more_than_2_to_the_31_elements():
-    t = target()
-    torch = t.kit.torch
-    shape = 2, 1024, 16400, 64
-    assert np.prod(shape, dtype=np.int64) > 2**31
-    try:
-        q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3))
-        out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
-        for b, h in ((0, 0), (0, 16399), (1, 0), (1, 16383), (1, 16399)):
-            one = [t.kit.numpy(x[b : b + 1, :, h : h + 1]) for x in (out, q, k, v)]
-            check_forward(*one, lse=t.kit.numpy(lse[b : b + 1, h : h + 1]), causal=True)
-    finally:
-        q = k = v = out = lse = None
-        torch.cuda.empty_cache()
-
-
-@pytest.mark.gpu
-def test_rows_further_apart_than_2_to_the_31_elements():
-    t = target()
-    torch = t.kit.torch
-    n, step = 33000, 65536
-    assert n * step > 2**31
-    try:
-        buffer = torch.empty((n, step), dtype=torch.bfloat16, device="cuda")
-        buffer[:, : 4 * 64] = torch.randn((n, 4 * 64), dtype=torch.bfloat16, device="cuda")
-        q, k, v, out = (buffer[None, :, None, 64 * i : 64 * (i + 1)] for i in range(4))
-        cuflash.attention(q, k, v, out=out)
-        rows = torch.tensor([*range(8), *range(16000, 16008), *range(n - 16, n)], device="cuda")
-        some = [t.kit.numpy(x[:, rows].contiguous()) for x in (out, q)]
-        check_forward(*some, *(t.kit.numpy(x) for x in (k, v)))
-    finally:
-        buffer = q = k = v = out = None
-        torch.cuda.empty_cache()
-
-
-REPEATED = [(64, {}), (64, {"causal": True}), (128, {"causal": True}), (256, {}), (256, {"window": (100, 20)})]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("d", "options"), REPEATED, ids=str)
-def test_a_thousand_repeats_give_the_same_bits(d, options):
-    t = target()
-    torch = t.kit.torch
-    q, k, v = (t.make(x) for x in t.inputs(b=2, m=700, n=650, hq=8, hkv=2, d=d))
-    first, first_lse = cuflash.attention(q, k, v, return_lse=True, **options)
-    differences = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(1000):
-        out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
-        differences += (out.view(torch.int16) != first.view(torch.int16)).sum()
-        differences += (lse.view(torch.int32) != first_lse.view(torch.int32)).sum()
-    assert int(differences) == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("d", "options"), REPEATED, ids=str)
-def test_memory_traffic_on_another_stream_changes_nothing(d, options):
-    t = target()
-    torch = t.kit.torch
-    q, k, v = (t.make(x) for x in t.inputs(b=4, m=600, n=700, hq=16, hkv=4, d=d))
-    quiet = cuflash.attention(q, k, v, **options)
-    source = torch.full((1 << 27,), float("nan"), dtype=torch.bfloat16, device="cuda")
-    sink, side = torch.empty_like(source), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    differences = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(100):
-        with torch.cuda.stream(side):
-            sink.copy_(source)
-        out = cuflash.attention(q, k, v, **options)
-        differences += (out.view(torch.int16) != quiet.view(torch.int16)).sum()
-    torch.cuda.synchronize()
-    assert int(differences) == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("d", [31, 64, 256])
-def test_fresh_memory_full_of_nan(d):
-    """Outputs come from memory that held NaN, and every element is written."""
-    t = target()
-    torch = t.kit.torch
-    q, k, v = t.inputs(b=2, m=333, n=222, hq=4, hkv=2, d=d)
-    arrays = [t.make(x) for x in (q, k, v)]
-    for options in ({}, {"causal": True}):
-        torch.cuda.empty_cache()
-        poison = [torch.full((1 << 18,), float("nan"), device="cuda") for _ in range(64)]
-        torch.cuda.synchronize()
-        del poison
-        out, lse = t.call(*arrays, **options)
-        check_forward(out, q, k, v, lse=lse, **options)
-
-
 @pytest.mark.gpu
 def test_every_alignment_of_every_operand_gives_the_same_bits():
-    t = target("cupy")
+    t = Target("cupy", "cuda", "sm80", "bfloat16")
     q, k, v = t.inputs(b=1, m=130, n=70, hq=2, hkv=1, d=40, dv=72)
     want, want_lse = t.attend(q, k, v, causal=True)
 

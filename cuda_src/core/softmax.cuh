@@ -31,69 +31,51 @@ struct OnlineSoftmax {
       }
   }
 
-  // Raises the running maxima to those of a tile, the same in all lanes of a row. What the rows have accumulated must
-  // be multiplied with `factor` (see rescale), which is 1 for a row without a new maximum.
-  __device__ __forceinline__ void raise_max(const float (&tile_max)[MTiles][2], float (&factor)[MTiles][2],
-                                            float exp2_scale) {
-#pragma unroll
-    for (int m = 0; m < MTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float old = row_max[m][half], now = tile_max[m][half];
-        const bool raise = now > old;  // not for NaN, nor for -inf over -inf
-        factor[m][half] = raise ? exp2_approx((old - now) * exp2_scale) : 1.0f;
-        row_max[m][half] = raise ? now : old;
-        row_sum[m][half] *= factor[m][half];
-      }
+  // Raises the running maximum of a row to that of a tile, the same in all lanes of the row. What the row has
+  // accumulated must be multiplied with the factor returned, 1 without a new maximum.
+  __device__ __forceinline__ float raise_max(int m, int half, float tile_max, float exp2_scale) {
+    const float old = row_max[m][half];
+    const bool raise = tile_max > old;  // not for NaN, nor for -inf over -inf
+    const float factor = exp2_approx(raise ? (old - tile_max) * exp2_scale : 0.0f);  // a select, no branch
+    row_max[m][half] = raise ? tile_max : old;
+    row_sum[m][half] *= factor;
+    return factor;
   }
 
-  // Whether the reference of some row of the warp is too far from 0 to be folded into an FFMA.
-  __device__ __forceinline__ bool any_far(float exp2_scale) const {
-    bool far = false;
-#pragma unroll
-    for (int m = 0; m < MTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) far |= is_far(m, half, exp2_scale);
-    return __any_sync(0xFFFFFFFFu, far);
+  // Whether the reference of a row is too far from 0 to be folded into an FFMA.
+  __device__ __forceinline__ bool is_far(int m, int half, float exp2_scale) const {
+    return fabsf(__fmul_rn(row_max[m][half], exp2_scale)) > kMaxFoldedReference &&
+           row_max[m][half] != negative_infinity();
   }
 
-  // The scores of far rows relative to their reference; exponentiate() then has nothing to subtract from them.
+  // The scores of a far row relative to its reference; exponentiate() then has nothing to subtract from them.
   template <int NTiles>
-  __device__ __forceinline__ void subtract_far_references(float (&rS)[MTiles][NTiles][4], float exp2_scale) const {
+  __device__ __forceinline__ void subtract_far_reference(float (&rS)[MTiles][NTiles][4], int m, int half,
+                                                         float exp2_scale) const {
+    const float reference = is_far(m, half, exp2_scale) ? row_max[m][half] : 0.0f;
 #pragma unroll
-    for (int m = 0; m < MTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float reference = is_far(m, half, exp2_scale) ? row_max[m][half] : 0.0f;
-#pragma unroll
-        for (int n = 0; n < NTiles; ++n) {
-          rS[m][n][2 * half] -= reference;
-          rS[m][n][2 * half + 1] -= reference;
-        }
-      }
+    for (int n = 0; n < NTiles; ++n) {
+      rS[m][n][2 * half] -= reference;
+      rS[m][n][2 * half + 1] -= reference;
+    }
   }
 
-  // Scores to weights, in place, and their sum.
+  // The scores of a row to weights, in place, and their sum.
   template <int NTiles>
-  __device__ __forceinline__ void exponentiate(float (&rS)[MTiles][NTiles][4], float exp2_scale) {
+  __device__ __forceinline__ void exponentiate(float (&rS)[MTiles][NTiles][4], int m, int half, float exp2_scale) {
+    // A row that has seen no key yet also subtracts 0: exp2(-inf - 0) is the 0 it needs.
+    const float folded = __fmul_rn(row_max[m][half], exp2_scale);
+    const float shift = fabsf(folded) > kMaxFoldedReference ? 0.0f : folded;
+    float sum = 0.0f;
 #pragma unroll
-    for (int m = 0; m < MTiles; ++m)
+    for (int n = 0; n < NTiles; ++n)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        // A row that has seen no key yet also subtracts 0: exp2(-inf - 0) is the 0 it needs.
-        const float folded = __fmul_rn(row_max[m][half], exp2_scale);
-        const float shift = fabsf(folded) > kMaxFoldedReference ? 0.0f : folded;
-        float sum = 0.0f;
-#pragma unroll
-        for (int n = 0; n < NTiles; ++n)
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            float& s = rS[m][n][2 * half + c];
-            s = exp2_approx(fmaf(s, exp2_scale, -shift));
-            sum += s;
-          }
-        row_sum[m][half] += sum;
+      for (int c = 0; c < 2; ++c) {
+        float& s = rS[m][n][2 * half + c];
+        s = exp2_approx(fmaf(s, exp2_scale, -shift));
+        sum += s;
       }
+    row_sum[m][half] += sum;
   }
 
   // 1/sum, or 0 for a row without keys; NaN stays NaN.
@@ -110,20 +92,14 @@ struct OnlineSoftmax {
     // The product rounded as exponentiate() rounded it: the sum is relative to that.
     return __fadd_rn(__fmul_rn(row_max[m][half], exp2_scale), log2_sum) * ln2;
   }
-
- private:
-  __device__ __forceinline__ bool is_far(int m, int half, float exp2_scale) const {
-    return fabsf(__fmul_rn(row_max[m][half], exp2_scale)) > kMaxFoldedReference &&
-           row_max[m][half] != negative_infinity();
-  }
 };
 
-// Multiplies the rows of O; a 16-row fragment only if one of its rows has a factor other than 1.
-template <int MTiles, int DTiles>
+// Multiplies the rows of O. Lazy: a 16-row fragment only if one of its rows has a factor other than 1.
+template <bool Lazy, int MTiles, int DTiles>
 __device__ __forceinline__ void rescale(float (&rO)[MTiles][DTiles][4], const float (&factor)[MTiles][2]) {
 #pragma unroll
   for (int m = 0; m < MTiles; ++m) {
-    if (!__any_sync(0xFFFFFFFFu, factor[m][0] != 1.0f || factor[m][1] != 1.0f)) continue;
+    if (Lazy && !__any_sync(0xFFFFFFFFu, factor[m][0] != 1.0f || factor[m][1] != 1.0f)) continue;
 #pragma unroll
     for (int d = 0; d < DTiles; ++d)
 #pragma unroll
@@ -131,30 +107,19 @@ __device__ __forceinline__ void rescale(float (&rO)[MTiles][DTiles][4], const fl
   }
 }
 
-// Combines the values of the four lanes of each row with f.
-template <int MTiles, class F>
-__device__ __forceinline__ void combine_quads(float (&value)[MTiles][2], F&& f) {
-#pragma unroll
-  for (int m = 0; m < MTiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float two = f(value[m][half], __shfl_xor_sync(0xFFFFFFFFu, value[m][half], 1));
-      value[m][half] = f(two, __shfl_xor_sync(0xFFFFFFFFu, two, 2));
-    }
+// Combines the values of the four lanes of a row with f.
+template <class F>
+__device__ __forceinline__ float combine_quad(float value, F&& f) {
+  value = f(value, __shfl_xor_sync(0xFFFFFFFFu, value, 1));
+  return f(value, __shfl_xor_sync(0xFFFFFFFFu, value, 2));
 }
 
-// The largest of this lane's scores in each row.
+// The larger of `start` and the largest of this lane's scores in a row.
 template <int MTiles, int NTiles>
-__device__ __forceinline__ void lane_row_max(const float (&rS)[MTiles][NTiles][4], float (&tile_max)[MTiles][2]) {
+__device__ __forceinline__ float lane_row_max(const float (&rS)[MTiles][NTiles][4], int m, int half, float start) {
 #pragma unroll
-  for (int m = 0; m < MTiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float best = fmaxf(rS[m][0][2 * half], rS[m][0][2 * half + 1]);
-#pragma unroll
-      for (int n = 1; n < NTiles; ++n) best = fmaxf(best, fmaxf(rS[m][n][2 * half], rS[m][n][2 * half + 1]));
-      tile_max[m][half] = best;
-    }
+  for (int n = 0; n < NTiles; ++n) start = fmaxf(fmaxf(start, rS[m][n][2 * half]), rS[m][n][2 * half + 1]);
+  return start;
 }
 
 }  // namespace cuflash

@@ -272,11 +272,20 @@ __device__ __forceinline__ void pack_weights(unsigned (&rP)[Shape::n_tiles / 2][
     }
 }
 
+// f(m, half) for each of this thread's rows.
+template <class F>
+__device__ __forceinline__ void for_each_row(F&& f) {
+#pragma unroll
+  for (int m = 0; m < Shape::m_tiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) f(m, half);
+}
+
 // Combines the values of all lanes that share a row with f.
 template <class F>
 __device__ __forceinline__ void combine_lanes(float (&value)[Shape::m_tiles][2], unsigned sRow, F&& f) {
   if constexpr (Shape::warps_n == 1) {
-    combine_quads(value, f);
+    for_each_row([&](int m, int half) { value[m][half] = combine_quad(value[m][half], f); });
   } else {
     const WarpCoordinate w;
     combine_rows<Shape::tile_m>(value, sRow, w.pair, w.side, w.lane_row(), w.lane, f);
@@ -294,14 +303,18 @@ __device__ __forceinline__ void weigh_tile(Softmax& softmax, float (&rO)[Shape::
   query_key(rS, sQ, ring.k_tile(tile));
   stage_scores<Config::score>(rS, p);
   if (masked) mask_tile(rS, p, row_begin, tile * Shape::tile_n);
-  float tile_max[Shape::m_tiles][2];
-  lane_row_max(rS, tile_max);
-  combine_lanes(tile_max, sRow, [](float a, float b) { return fmaxf(a, b); });
-  float factor[Shape::m_tiles][2];
-  softmax.raise_max(tile_max, factor, p.exp2_scale);
-  rescale(rO, factor);
-  if (softmax.any_far(p.exp2_scale)) softmax.subtract_far_references(rS, p.exp2_scale);
-  softmax.exponentiate(rS, p.exp2_scale);
+  float row[Shape::m_tiles][2];  // of each of this thread's rows: the tile's maximum, then the factor for rO
+  for_each_row([&](int m, int half) { row[m][half] = lane_row_max(rS, m, half, negative_infinity()); });
+  combine_lanes(row, sRow, [](float a, float b) { return fmaxf(a, b); });
+  bool far = false;
+  for_each_row([&](int m, int half) {
+    row[m][half] = softmax.raise_max(m, half, row[m][half], p.exp2_scale);
+    far |= softmax.is_far(m, half, p.exp2_scale);
+  });
+  rescale<true>(rO, row);
+  if (__any_sync(0xFFFFFFFFu, far))
+    for_each_row([&](int m, int half) { softmax.subtract_far_reference(rS, m, half, p.exp2_scale); });
+  for_each_row([&](int m, int half) { softmax.exponentiate(rS, m, half, p.exp2_scale); });
   pack_weights(rP, rS);
   if constexpr (Shape::warps_n == 2) {
     const WarpCoordinate w;

@@ -17,8 +17,8 @@ __device__ __forceinline__ uint4 transpose_quad(unsigned w0, unsigned w1, unsign
 }
 
 // A warp's 16 rows of O, normalised and rounded: each quad writes 64 bytes of a row at a time. `row` is this thread's
-// first row, `rows_left` the rows from row 0 on that exist.
-template <class Element, bool ExactDim, int DBlocks>
+// first row, `rows_left` the rows from row 0 on that exist. Stores are of VectorBytes.
+template <class Element, int VectorBytes, bool ExactDim, int DBlocks>
 __device__ __forceinline__ void store_rows(const float (&rO)[1][DBlocks][4], const OnlineSoftmax<1>& softmax, char* gO,
                                            int64 row_stride, int row, int rows_left, int head_dim, int lane) {
 #pragma unroll
@@ -34,7 +34,7 @@ __device__ __forceinline__ void store_rows(const float (&rO)[1][DBlocks][4], con
         word[i] = pack<Element>(rO[0][d + i][2 * half] * inverse, rO[0][d + i][2 * half + 1] * inverse);
       const uint4 data = transpose_quad(word[0], word[1], word[2], word[3], lane);
       const int chunk = d + lane % 4;
-      if (exists) store_chunk<16>(target + 16 * chunk, data, ExactDim ? 8 : head_dim - 8 * chunk);
+      if (exists) store_chunk<VectorBytes>(target + 16 * chunk, data, ExactDim ? 8 : head_dim - 8 * chunk);
     }
   }
 }

@@ -207,17 +207,13 @@ struct Consumer {
   }
 
   // rO (64, tile_dv) += P V, not waited for.
-  template <bool PassTurn>
   __device__ __forceinline__ void issue_output(Output& rO, const Weights& rP) const {
     wgmma_fence();
     const uint64 value = Shape::V::rows_deep | shared.v(v_at.stage) >> 4;
 #pragma unroll
-    for (int k = 0; k < Shape::tile_n / 16; ++k) {
-      if (PassTurn && k == Shape::tile_n / 16 - Config::turn_slack) pass_turn();
+    for (int k = 0; k < Shape::tile_n / 16; ++k)
       Wgmma<Config::tile_dv, Shape::Element>::rs<1>(rO, rP[k], value + (k * 16 * Shape::V::row_bytes >> 4), 1);
-    }
     wgmma_commit();
-    if (PassTurn && Config::turn_slack == 0) pass_turn();
   }
 
   // Scores to weights. What the rows have accumulated must be multiplied with `factor`.
@@ -226,12 +222,16 @@ struct Consumer {
                                         int tile) const {
     stage_scores<Config::score>(rS, p);
     if constexpr (Masked) mask_scores<Config::has_band>(rS, p, row_begin + row, tile * Shape::tile_n + 2 * (lane % 4));
-    float tile_max[1][2];
-    lane_row_max(rS, tile_max);
-    combine_quads(tile_max, [](float a, float b) { return fmaxf(a, b); });
-    softmax.raise_max(tile_max, factor, p.exp2_scale);
-    if (softmax.any_far(p.exp2_scale)) softmax.subtract_far_references(rS, p.exp2_scale);
-    softmax.exponentiate(rS, p.exp2_scale);
+    // Row by row: the exponentials of the first run beside the search for the maximum of the second.
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float lane_max = lane_row_max(rS, 0, half, softmax.row_max[0][half]);
+      const float tile_max = combine_quad(lane_max, [](float a, float b) { return fmaxf(a, b); });
+      factor[0][half] = softmax.raise_max(0, half, tile_max, p.exp2_scale);
+      if (__any_sync(0xFFFFFFFFu, softmax.is_far(0, half, p.exp2_scale)))
+        softmax.subtract_far_reference(rS, 0, half, p.exp2_scale);
+      softmax.exponentiate(rS, 0, half, p.exp2_scale);
+    }
   }
 
   static __device__ __forceinline__ void pack_weights(Weights& rP, const Scores& rS) {
@@ -266,16 +266,16 @@ struct Consumer {
     wait_turn();
     issue_scores(rS);
     shared.v_ring.wait_full(v_at);
-    issue_output<true>(rO, rP);
+    issue_output(rO, rP);
+    pass_turn();
     wgmma_wait<1>();
     pin_accumulators(rS);
     release(shared.k_ring, k_at);
     weigh<Masked>(softmax, rS, factor, row_begin, tile);
-    pin_accumulators(rS);  // or the compiler moves the exponentials behind the wait, where nothing runs beside them
     wgmma_wait<0>();
     pin_accumulators(rO);
     release(shared.v_ring, v_at);
-    rescale(rO, factor);
+    rescale<Config::lazy_rescale>(rO, factor);
     pack_weights(rP, rS);
   }
 
@@ -292,7 +292,7 @@ struct Consumer {
       if (lane == 0) shared.q_ring.release(q_at);
       q_at.advance();
       shared.v_ring.wait_full(v_at);
-      issue_output<false>(rO, rP);
+      issue_output(rO, rP);
       wgmma_wait<0>();
       pin_accumulators(rO);
       release(shared.v_ring, v_at);
@@ -336,10 +336,11 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void store(const TileCoordinate& c, Softmax& softmax, const Output& rO) const {
-    combine_quads(softmax.row_sum, [](float a, float b) { return a + b; });
+    for (float& sum : softmax.row_sum[0]) sum = combine_quad(sum, [](float a, float b) { return a + b; });
     const int row_begin = c.query_tile * Shape::tile_m, rows_left = p.seqlen_q - row_begin;
     char* gO = static_cast<char*>(p.out) + c.batch * p.out_batch + c.head * p.out_head + row_begin * p.out_row;
-    store_rows<Shape::Element, Config::exact_dim>(rO, softmax, gO, p.out_row, row, rows_left, p.head_dim_v, lane);
+    store_rows<Shape::Element, Config::out_vector_bytes, Config::exact_dim>(rO, softmax, gO, p.out_row, row, rows_left,
+                                                                            p.head_dim_v, lane);
     float* gLse = p.lse ? p.lse + (static_cast<int64>(c.batch) * p.heads_q + c.head) * p.seqlen_q + row_begin : nullptr;
     store_lse(gLse, softmax, p.exp2_scale, row - lane / 4, rows_left, lane);
   }

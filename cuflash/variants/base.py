@@ -95,5 +95,8 @@ class Variant(Protocol):
     def config(self, problem: Problem, operands: Operands, device: DeviceInfo) -> Config:
         """The frozen Config for a problem that :meth:`unsupported` accepts."""
 
+    def arch(self, device: DeviceInfo) -> str:
+        """What NVRTC compiles the variant's kernels for on a device; empty for a variant without kernels."""
+
     def launcher(self, problem: Problem, operands: Operands, device: DeviceInfo, config: Any) -> Launcher:
         """Compile or load what is needed and return the function that runs it."""

@@ -39,6 +39,10 @@ class NumpyTiled:
         """Fixed tiles (they decide the last bits, so they must not depend on the problem) and the threads to use."""
         return NumpyConfig(numpy_backend.TILE_Q, numpy_backend.TILE_K, numpy_backend.default_threads(problem))
 
+    def arch(self, device: DeviceInfo) -> str:
+        """There is nothing to compile."""
+        return ""
+
     def launcher(self, problem: Problem, operands: Operands, device: DeviceInfo, config: NumpyConfig) -> Launcher:
         """A function of (q, k, v, out, lse), NumPy arrays in bshd order (lse may be None)."""
         return partial(

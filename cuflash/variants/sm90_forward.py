@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from cuflash import jit, tma
+from cuflash.device import known_device
 from cuflash.launch import POINTERS, KernelLaunch, forward_params
 from cuflash.problem import Problem
 from cuflash.tickets import tickets
-from cuflash.variants.base import DeviceInfo, Launcher, Operands
+from cuflash.variants.base import DeviceInfo, Launcher, Operand, Operands
 from cuflash.variants.score import score_stage
 from cuflash.view import DeviceKind
 from cuflash.wgmma import wgmma_source
 
 ARCH = "sm_90a"  # wgmma and setmaxnreg are not in plain sm_90
-_ALIGNMENT = 16
 _DIMS = (64, 96, 128, 192, 256)
 _STAGES = 2
 _L2_BYTES = 32 << 20  # of keys and values that may be live at once
@@ -41,8 +42,11 @@ class Sm90ForwardConfig:
         Tiles in each of the rings of K and V.
     take_turns : bool
         Whether the warpgroups take turns at issuing their products.
-    turn_slack : int
-        Instructions that are still to issue when the turn passes on.
+    lazy_rescale : bool
+        Whether O is only rescaled when a row of the warp has a new maximum. Looking costs more than it saves while O
+        is narrow.
+    out_vector_bytes : int
+        Bytes (2, 4 or 16) that one store into out writes.
     exact_dim : bool
         Whether head_dim_v is tile_dv.
     has_band : bool
@@ -61,7 +65,8 @@ class Sm90ForwardConfig:
     tile_n: int
     stages: int
     take_turns: bool
-    turn_slack: int
+    lazy_rescale: bool
+    out_vector_bytes: int
     exact_dim: bool
     has_band: bool
     score: str
@@ -92,27 +97,21 @@ class Sm90ForwardConfig:
         return tile | asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    warpgroups: int
-    tile_n: int  # without a band
-    tile_n_band: int
-
-
-# By (tile_d, tile_dv). The accumulators of S, P and O take tile_n / 2 + tile_n / 4 + tile_dv / 2 registers of 240, or
-# of 160 with three warpgroups; Q and two stages of K and V must fit 227 KiB.
+# (warpgroups, tile_n) by (tile_d, tile_dv). The accumulators of S, P and O take tile_n / 2 + tile_n / 4 + tile_dv / 2
+# registers of 232, or of 160 with three warpgroups; Q and two stages of K and V must fit 227 KiB. tile_n decides how a
+# row's sums are grouped, so it must not depend on the mask, which can turn out to hide nothing for some query lengths.
 _TILES = {
-    (64, 64): _Tile(3, 128, 128),
-    (96, 96): _Tile(2, 176, 128),
-    (128, 128): _Tile(2, 176, 128),
-    (192, 128): _Tile(2, 128, 128),
-    (192, 192): _Tile(2, 112, 112),
-    (256, 256): _Tile(2, 80, 80),
+    (64, 64): (3, 128),
+    (96, 96): (2, 128),
+    (128, 128): (2, 128),
+    (192, 128): (2, 128),
+    (192, 192): (2, 112),
+    (256, 256): (2, 80),
 }
 
 
-def _tile(tile_d: int, tile_dv: int) -> _Tile:
-    """The table's entry, or that of the larger dim with as many keys as fit."""
+def _tile(tile_d: int, tile_dv: int) -> tuple[int, int]:
+    """The table's entry, or that of the larger dim."""
     largest = max(tile_d, tile_dv)
     return _TILES.get((tile_d, tile_dv), _TILES[largest, largest])
 
@@ -135,8 +134,8 @@ class Sm90Forward:
             seqlen = problem.seqlen_q if name == "q" else problem.seqlen_k
             if reason := tma.cannot_describe(getattr(operands, name), seqlen, problem.itemsize):
                 return f"TMA cannot read {name}: {reason}"
-        if operands.out.alignment < _ALIGNMENT:
-            return f"writes 16 bytes at a time: the rows of out start at multiples of {operands.out.alignment} bytes"
+        if operands.out.alignment < problem.itemsize:
+            return "needs an address of out that is a multiple of the element size"
         if _work_tiles(problem, 128) > _MAX_TILES:
             return f"numbers its tiles in 32 bits: {problem.batch} x {problem.heads_q} heads are too many"
         return None
@@ -146,16 +145,17 @@ class Sm90Forward:
         tile_d, tile_dv = (
             next(size for size in _DIMS if dim <= size) for dim in (problem.head_dim, problem.head_dim_v)
         )
-        tile = _tile(tile_d, tile_dv)
+        warpgroups, tile_n = _tile(tile_d, tile_dv)
         return Sm90ForwardConfig(
             element=problem.dtype,
             tile_d=tile_d,
             tile_dv=tile_dv,
-            warpgroups=tile.warpgroups,
-            tile_n=tile.tile_n_band if problem.has_band else tile.tile_n,
+            warpgroups=warpgroups,
+            tile_n=tile_n,
             stages=_STAGES,
             take_turns=True,
-            turn_slack=0,
+            lazy_rescale=tile_dv > 128,
+            out_vector_bytes=operands.out.alignment if operands.out.alignment != 8 else 4,
             exact_dim=problem.head_dim_v == tile_dv,
             has_band=problem.has_band,
             score=score_stage(problem),
@@ -247,17 +247,43 @@ class Sm90Launch(KernelLaunch):
             )
         )
         self._maps: dict[tuple[int, int, int], bytes] = {}
+        self._packed: tuple[int, int, int] | None = None  # the addresses whose maps are in the struct
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
         with self._lock:
-            maps = self._maps.get((q, k, v))
-            if maps is None:
-                if len(self._maps) >= self._KEPT:
-                    self._maps.clear()
-                maps = b"".join(encode(address) for encode, address in zip(self._encoders, (q, k, v), strict=True))
-                self._maps[q, k, v] = maps
-            ctypes.memmove(self._struct, maps, len(maps))
-            POINTERS.pack_into(self._struct, len(maps), q, k, v, out, lse)
+            if self._packed != (q, k, v):
+                self._pack_maps(q, k, v)
+            POINTERS.pack_into(self._struct, 3 * tma.MAP_BYTES, q, k, v, out, lse)
             if self._tickets is not None:
                 self._ADDRESS.pack_into(self._struct, self._work_at, self._tickets.take(stream))
             self._enqueue(self._blocks, 1, 1, stream)
+
+    def _pack_maps(self, q: int, k: int, v: int) -> None:
+        maps = self._maps.get((q, k, v))
+        if maps is None:
+            if len(self._maps) >= self._KEPT:
+                self._maps.clear()
+            maps = b"".join(encode(address) for encode, address in zip(self._encoders, (q, k, v), strict=True))
+            self._maps[q, k, v] = maps
+        self._packed = None
+        ctypes.memmove(self._struct, maps, len(maps))
+        self._packed = q, k, v
+
+
+def ci_configs() -> Iterator[tuple[Sm90ForwardConfig, str, tuple[str, ...]]]:
+    """See :func:`cuflash.variants.ci_configs`."""
+    cases: list[dict[str, Any]] = [{"d": (d, dv)} for d, dv in (*_TILES, (64, 128), (128, 256), (256, 64), (96, 192))]
+    for d in (64, 128, 256):
+        extras = ({"dtype": "float16"}, {"softcap": 30.0}, {"scale": -1.0}, {"align": 2}, {"align": 4})
+        cases += [{"d": (d, d), **extra} for extra in extras]
+        cases += [{"d": (d - 8, d - 8)}]
+    for case in cases:
+        d, dv = case["d"]
+        for upper in (None, 0):
+            problem = Problem(
+                1, 256, 256, 1, 1, d, dv, case.get("dtype", "bfloat16"), case.get("scale", 1.0),
+                softcap=case.get("softcap", 0.0), diag_upper=upper,
+            )  # fmt: skip
+            operand = Operand((0, 0, 0), 16)
+            operands = Operands(operand, operand, operand, Operand((0, 0, 0), case.get("align", 16)))
+            yield VARIANT.config(problem, operands, known_device("sm_90")), ARCH, ("HGMMA", "UTMALDG", "SYNCS")
