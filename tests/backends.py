@@ -4,6 +4,7 @@ All data is made with NumPy and moved as bits, so that bfloat16 asks nothing of 
 """
 
 import importlib
+import re
 from dataclasses import dataclass
 
 import hypothesis
@@ -200,7 +201,7 @@ class Target:
         try:
             out, lse = cuflash.attention(q, k, v, variant=self.variant, return_lse=True, **options)
         except cuflash.UnsupportedProblem as error:
-            if not (self.variant == "sm90" and "TMA cannot read" in str(error)):
+            if not (self.variant == "sm90" and re.search("TMA cannot read|no registers for softcap", str(error))):
                 raise
             if hypothesis.currently_in_test_context():
                 hypothesis.reject()

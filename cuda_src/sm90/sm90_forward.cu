@@ -268,9 +268,10 @@ struct Consumer {
     shared.v_ring.wait_full(v_at);
     issue_output(rO, rP);
     pass_turn();
-    wgmma_wait<1>();
+    wgmma_wait<Config::early_wait ? 0 : 1>();
     pin_accumulators(rS);
     release(shared.k_ring, k_at);
+    if (Config::early_wait) pin_accumulators(rO);
     weigh<Masked>(softmax, rS, factor, row_begin, tile);
     wgmma_wait<0>();
     pin_accumulators(rO);

@@ -22,6 +22,7 @@ ARCH = "sm_90a"  # wgmma and setmaxnreg are not in plain sm_90
 _DIMS = (64, 96, 128, 192, 256)
 _STAGES = 2
 _L2_BYTES = 32 << 20  # of keys and values that may be live at once
+_MAX_SOFTCAP_DIM = 128
 _MAX_TILES = 2**31 - 2**20  # a block counts past its last tile by at most a grid
 
 
@@ -45,6 +46,8 @@ class Sm90ForwardConfig:
     lazy_rescale : bool
         Whether O is only rescaled when a row of the warp has a new maximum. Looking costs more than it saves while O
         is narrow.
+    early_wait : bool
+        Whether the product with V is waited for before the scores are staged, which frees the registers of P for that.
     out_vector_bytes : int
         Bytes (2, 4 or 16) that one store into out writes.
     exact_dim : bool
@@ -66,6 +69,7 @@ class Sm90ForwardConfig:
     stages: int
     take_turns: bool
     lazy_rescale: bool
+    early_wait: bool
     out_vector_bytes: int
     exact_dim: bool
     has_band: bool
@@ -136,6 +140,8 @@ class Sm90Forward:
                 return f"TMA cannot read {name}: {reason}"
         if operands.out.alignment < problem.itemsize:
             return "needs an address of out that is a multiple of the element size"
+        if problem.softcap > 0 and problem.head_dim_v > _MAX_SOFTCAP_DIM:
+            return f"has no registers for softcap with head_dim_v over {_MAX_SOFTCAP_DIM}"
         if _work_tiles(problem, 128) > _MAX_TILES:
             return f"numbers its tiles in 32 bits: {problem.batch} x {problem.heads_q} heads are too many"
         return None
@@ -155,6 +161,7 @@ class Sm90Forward:
             stages=_STAGES,
             take_turns=True,
             lazy_rescale=tile_dv > 128,
+            early_wait=problem.softcap > 0,
             out_vector_bytes=operands.out.alignment if operands.out.alignment != 8 else 4,
             exact_dim=problem.head_dim_v == tile_dv,
             has_band=problem.has_band,
@@ -274,9 +281,11 @@ def ci_configs() -> Iterator[tuple[Sm90ForwardConfig, str, tuple[str, ...]]]:
     """See :func:`cuflash.variants.ci_configs`."""
     cases: list[dict[str, Any]] = [{"d": (d, dv)} for d, dv in (*_TILES, (64, 128), (128, 256), (256, 64), (96, 192))]
     for d in (64, 128, 256):
-        extras = ({"dtype": "float16"}, {"softcap": 30.0}, {"scale": -1.0}, {"align": 2}, {"align": 4})
+        extras: tuple[dict[str, Any], ...]
+        extras = ({"dtype": "float16"}, {"scale": -1.0}, {"align": 2}, {"align": 4})
         cases += [{"d": (d, d), **extra} for extra in extras]
         cases += [{"d": (d - 8, d - 8)}]
+    cases += [{"d": (d, dv), "softcap": 30.0} for d, dv in _TILES if dv <= _MAX_SOFTCAP_DIM]
     for case in cases:
         d, dv = case["d"]
         for upper in (None, 0):
