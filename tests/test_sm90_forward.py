@@ -83,7 +83,7 @@ def test_config_follows_out_mask_and_score():
         ({}, operands(8, 16, 16, 16), H200, "TMA cannot read q: its rows start at multiples of 8 bytes, not of 16"),
         ({}, operands(16, 16, 2, 16), H200, "TMA cannot read v: its rows start at multiples of 2"),
         ({}, operands(16, 16, 16, 1), H200, "out"),
-        ({"d": 256, "softcap": 3.0}, operands(16), H200, "no registers for softcap with head_dim_v over 128"),
+        ({"d": 256, "softcap": 3.0}, operands(16), H200, "no registers for softcap with head dims over 128"),
         ({"b": 2**20, "hq": 2048, "hkv": 2048}, operands(16), H200, "numbers its tiles in 32 bits"),
     ],
 )

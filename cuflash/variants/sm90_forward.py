@@ -140,8 +140,8 @@ class Sm90Forward:
                 return f"TMA cannot read {name}: {reason}"
         if operands.out.alignment < problem.itemsize:
             return "needs an address of out that is a multiple of the element size"
-        if problem.softcap > 0 and problem.head_dim_v > _MAX_SOFTCAP_DIM:
-            return f"has no registers for softcap with head_dim_v over {_MAX_SOFTCAP_DIM}"
+        if problem.softcap > 0 and max(problem.head_dim, problem.head_dim_v) > _MAX_SOFTCAP_DIM:
+            return f"has no registers for softcap with head dims over {_MAX_SOFTCAP_DIM}"
         if _work_tiles(problem, 128) > _MAX_TILES:
             return f"numbers its tiles in 32 bits: {problem.batch} x {problem.heads_q} heads are too many"
         return None
@@ -285,7 +285,7 @@ def ci_configs() -> Iterator[tuple[Sm90ForwardConfig, str, tuple[str, ...]]]:
         extras = ({"dtype": "float16"}, {"scale": -1.0}, {"align": 2}, {"align": 4})
         cases += [{"d": (d, d), **extra} for extra in extras]
         cases += [{"d": (d - 8, d - 8)}]
-    cases += [{"d": (d, dv), "softcap": 30.0} for d, dv in _TILES if dv <= _MAX_SOFTCAP_DIM]
+    cases += [{"d": (d, dv), "softcap": 30.0} for d, dv in _TILES if max(d, dv) <= _MAX_SOFTCAP_DIM]
     for case in cases:
         d, dv = case["d"]
         for upper in (None, 0):
