@@ -54,7 +54,8 @@ class Encoder:
         batch, row, head = operand.strides
         dim, seqlen, heads, entries = sizes
         steps = (row, head, batch)
-        counts = [dim, seqlen, *(size if step else 1 for size, step in ((heads, head), (entries, batch)))]
+        # No keys at all are never loaded, but a map has to have some.
+        counts = [dim, max(seqlen, 1), *(size if step else 1 for size, step in ((heads, head), (entries, batch)))]
         strides = [max(2 * step, _GRANULE) for step in steps]  # that of an axis of size 1 only has to be valid
         columns = panel_columns(tile_dim)
         kind = driver.CUtensorMapDataType

@@ -158,5 +158,11 @@ def test_maps_of_arrays_with_broadcast_axes():
     ]
 
 
+def test_a_map_of_no_keys_has_a_size():
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+    encoder = tma.Encoder("bfloat16", Operand((0, 64, 64), 16), (64, 0, 2, 1), 128, 64)
+    assert [int(x) for x in encoder._after[0]] == [64, 1, 2, 1]
+
+
 def test_operands_keep_their_order():
     assert Operands.__dataclass_fields__.keys() == {"q", "k", "v", "out"}
