@@ -42,13 +42,13 @@ def naive(q: Array, k: Array, v: Array, causal: bool) -> Array:
 def times(functions: list[Callable[[], object]], repeats: int) -> list[list[float]]:
     """Milliseconds of each function, sorted, run in turns.
 
-    OpenBLAS threads spin for a while after a product and would steal cores from whoever is timed next, so each turn
-    starts with a pause and an untimed call.
+    OpenBLAS threads spin for some 0.1 s after a product and would steal cores from whoever is timed next, so each turn
+    starts with a longer pause and an untimed call.
     """
     seen: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):
         for function, mine in zip(functions, seen, strict=True):
-            time.sleep(0.1)
+            time.sleep(0.25)
             function()
             start = time.perf_counter()
             function()

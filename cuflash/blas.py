@@ -23,7 +23,6 @@ Array = np.ndarray[Any, Any]
 # fewer (half as many up to that head_dim, where the yardstick rounds least). Each costs some 5 to 10 % of the time.
 PARTS = 8
 COLUMNS = 32
-_LARGE = 1 << 15  # elements of a product
 
 
 def padded_dim(head_dim_v: int) -> int:
@@ -34,29 +33,15 @@ def padded_dim(head_dim_v: int) -> int:
 def score_products(q: Array, k: Array, out: Array, spare: Array) -> None:
     """``q @ k.T`` of all pairs: q (slots, rows, dim), k (tiles, keys, dim), out (tiles, slots, rows, keys).
 
-    `spare` is a flat buffer of :func:`spare_size` elements.
+    `spare` is a flat buffer of as many elements as `out` or more.
     """
-    dim = q.shape[-1]
+    dim, keys = q.shape[-1], k[:, None].swapaxes(-1, -2)
     step = -(-dim // max(-(-dim // COLUMNS), 2 if dim > COLUMNS // 2 else 1))
-    if dim > step and out[0, 0].size >= _LARGE:  # one by one, so that sums stay in the cache
-        for tile, slot in np.ndindex(out.shape[:2]):
-            _sum_products(q[slot], k[tile].T, out[tile, slot], spare, step)
-    else:
-        _sum_products(q, k[:, None].swapaxes(-1, -2), out, spare, step)
-
-
-def spare_size(products: int, elements: int) -> int:
-    """Elements of scratch that `products` products of so many elements each need: large ones share."""
-    return elements if elements >= _LARGE else products * elements
-
-
-def _sum_products(q: Array, k: Array, out: Array, spare: Array, step: int) -> None:
-    np.matmul(q[..., :step], k[..., :step, :], out=out)
-    if step < q.shape[-1]:
-        addend = spare[: out.size].reshape(out.shape)
-        for start in range(step, q.shape[-1], step):
-            np.matmul(q[..., start : start + step], k[..., start : start + step, :], out=addend)
-            np.add(out, addend, out=out)
+    np.matmul(q[..., :step], keys[..., :step, :], out=out)
+    addend = spare[: out.size].reshape(out.shape)
+    for start in range(step, dim, step):
+        np.matmul(q[..., start : start + step], keys[..., start : start + step, :], out=addend)
+        np.add(out, addend, out=out)
 
 
 def value_products(weights: Array, v: Array, out: Array) -> None:

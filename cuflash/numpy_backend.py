@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import threading
-from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 casts with NumPy)
@@ -26,12 +25,12 @@ from cuflash.blas import (
     is_blas_matrix,
     one_blas_thread,
     score_products,
-    spare_size,
     strides_keep_bits,
     value_products,
 )
 from cuflash.numpy_plan import Chunk, Plan, Tile, make_plan
 from cuflash.problem import Problem
+from cuflash.workers import available_cpus, run
 
 Array = np.ndarray[Any, Any]
 
@@ -69,7 +68,7 @@ def forward(
     problem : Problem
         Shapes and options; trusted, not checked against the arrays.
     threads : int, optional
-        Most worker threads; 1 computes in the caller's. Default :func:`default_threads`. Never changes the bits.
+        Most threads that compute, the caller's among them. Default :func:`default_threads`. Never changes the bits.
     tile_q, tile_k : int
         Tile sizes, `tile_k` a multiple of 4. These do change the last bits.
 
@@ -78,7 +77,8 @@ def forward(
     NaN and inf in visible inputs reach the rows that see them and no other; NumPy warnings stay silent. Query tiles
     whose results are not finite are computed twice more, with NaN and inf among V set apart and then V scaled down, so
     that masked values do not matter and large ones (near 3e38 in float32) do not overflow in the unnormalised sums.
-    While it runs, BLAS is limited to one thread in the whole process.
+    While it runs, BLAS is limited to one thread in the whole process, and each thread that computes, the caller's too,
+    keeps to some of the caller's CPUs.
     """
     if problem.is_empty:
         return
@@ -88,80 +88,52 @@ def forward(
     workers = min(workers, len(plan.chunks) * problem.batch * problem.heads_kv)
     lock = threading.Lock()
 
+    def take() -> tuple[Chunk, int, int] | None:
+        with lock:
+            return next(jobs, None)
+
     def work() -> None:
         scratch = _Scratch(plan)
-        with np.errstate(all="ignore"):  # thread-local, hence here
-            while True:
-                with lock:
-                    job = next(jobs, None)
-                if job is None:
-                    return
-                chunk, batch, head_kv = job
-                inputs = q[batch], k[batch, :, head_kv], v[batch, :, head_kv], head_kv
-                result = _attend(plan, scratch, chunk, *inputs)
-                _store(plan, scratch, chunk, result, out[batch], None if lse is None else lse[batch], head_kv)
+        try:
+            with np.errstate(all="ignore"):  # thread-local, hence here
+                for chunk, batch, head_kv in iter(take, None):
+                    inputs = q[batch], k[batch, :, head_kv], v[batch, :, head_kv], head_kv
+                    result = _attend(plan, scratch, chunk, *inputs)
+                    _store(plan, scratch, chunk, result, out[batch], None if lse is None else lse[batch], head_kv)
+        except BaseException:
+            while take() is not None:  # so that the others end, too
+                pass
+            raise
 
     with one_blas_thread():
-        _run_threads(work, workers)
-
-
-def _run_threads(work: Callable[[], None], workers: int) -> None:
-    """Run `work` in the caller alone, or in new threads while the caller only waits.
-
-    A new thread starts on an idle CPU, while a woken one, or one that starts beside a busy caller, may share its CPU
-    for milliseconds.
-    """
-    if workers == 1:
-        work()
-        return
-    errors: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, name=f"cuflash_{i}") for i in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+        run(work, workers)
 
 
 def default_threads(problem: Problem) -> int:
     """CPUs that this process may use, fewer when the problem is too small to feed them."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cpus = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     # With few queries, reading and converting the keys and values dominates: some 32 FLOPs' worth an element.
     loads = problem.batch * problem.heads_kv * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    return max(1, min(cpus, (problem.flops() + 32 * loads) // _FLOPS_PER_THREAD))
+    return max(1, min(len(available_cpus()), (problem.flops() + 32 * loads) // _FLOPS_PER_THREAD))
 
 
 class _Scratch:
     """Buffers of one worker; their size does not depend on the sequence lengths."""
 
     def __init__(self, plan: Plan) -> None:
-        problem, chunks, width = plan.problem, plan.chunks, plan.width
+        problem, width = plan.problem, plan.width
 
         def buffer(*shape: int) -> Array:
             return np.empty(shape, plan.compute)
 
-        slots = max(len(chunk.tiles) for chunk in chunks)
-        span = max(chunk.span for chunk in chunks)
-        padded = max(chunk.padded for chunk in chunks)
-        products = max(chunk.span * len(chunk.tiles) * chunk.padded for chunk in chunks)  # rows of
-        self.q = buffer(slots, padded, problem.head_dim)
-        self.acc = buffer(slots, padded, width)
-        self.total = buffer(slots, padded, 1)  # running sum of exp(score - top)
-        self.top = buffer(slots, padded, 1)  # running row maximum
-        self.k = buffer(span * plan.tile_k, problem.head_dim)
-        self.v = np.zeros((span * plan.tile_k, width), plan.compute)
-        self.scores = buffer(products * plan.tile_k)
-        self.spare = buffer(max(spare_size(x.span * len(x.tiles), x.padded * plan.tile_k) for x in chunks))
-        self.parts = buffer(products * PARTS * width)
+        self.q = buffer(plan.slots, plan.padded, problem.head_dim)
+        self.acc = buffer(plan.slots, plan.padded, width)
+        self.total = buffer(plan.slots, plan.padded, 1)  # running sum of exp(score - top)
+        self.top = buffer(plan.slots, plan.padded, 1)  # running row maximum
+        self.k = buffer(plan.span * plan.tile_k, problem.head_dim)
+        self.v = buffer(plan.span * plan.tile_k, width)
+        self.v[:, problem.head_dim_v :] = 0
+        self.scores = buffer(plan.products * plan.tile_k)
+        self.spare = buffer(plan.products * max(plan.tile_k, PARTS * width))  # addends of scores, then of values
 
 
 def _view(buffer: Array, *shape: int) -> Array:
@@ -202,7 +174,7 @@ def _run_chunk(
     """Online softmax of a chunk of query tiles into `scratch`; with `v_scale`, on scaled V without NaN and inf."""
     for slot, tile in enumerate(chunk.tiles):
         _load_queries(plan, scratch, slot, chunk.padded, tile, q[:, head_kv * plan.problem.group + tile.head])
-    in_place = chunk.padded < plan.tile_q and v_scale is None and _can_stay(plan, k, v)
+    in_place = v_scale is None and _can_stay(plan, k, v)
     index = chunk.first
     while index < chunk.stop:
         count = min(chunk.span, chunk.stop - index)
@@ -274,18 +246,16 @@ def _update(
 
     tops = np.empty((count + 1, slot_count, rows, 1), plan.compute)  # running, before and after each key tile
     tops[0] = scratch.top[slots, :rows]
-    np.maximum.reduce(scores, axis=-1, keepdims=True, out=tops[1:])
+    np.maximum.reduceat(scores, (0,), axis=-1, out=tops[1:])  # a third faster than reduce
     np.maximum.accumulate(tops, axis=0, out=tops)
     scratch.top[slots, :rows] = tops[-1]
     rescale = np.exp(tops[:-1] - tops[1:])
     np.subtract(scores, tops[1:], out=scores)
     np.exp(scores, out=scores)
-    sums = np.add.reduce(scores, axis=-1, keepdims=True)
-    parts = _view(scratch.parts, count, slot_count, PARTS, chunk.padded, plan.width)
+    sums = np.vecdot(scores, _ones(plan.tile_k, plan.compute))[..., None]
+    parts = _view(scratch.spare, count, slot_count, PARTS, chunk.padded, plan.width)
     value_products(products, _tiles(values, count)[:, None], parts)
-    weighted = parts[:, :, 0, :rows]
-    for part in range(1, PARTS):
-        np.add(weighted, parts[:, :, part, :rows], out=weighted)
+    weighted = np.add.reduce(parts[:, :, :, :rows], axis=2)
     if special is not None:
         for (tile, slot), hidden in masks.items():
             _add_special(weighted[tile, slot], scores[tile, slot], _tiles(special, count)[tile], hidden)
@@ -295,6 +265,12 @@ def _update(
         np.add(total, addend, out=total)
         np.multiply(acc, factor, out=acc)
         np.add(acc, value, out=acc)
+
+
+@lru_cache(maxsize=8)
+def _ones(count: int, dtype: np.dtype[Any]) -> Array:
+    """For sums by BLAS, which takes less than half the time of ``np.add.reduce`` and rounds no more."""
+    return np.ones(count, dtype)
 
 
 def _tiles(rows: Array, count: int) -> Array:

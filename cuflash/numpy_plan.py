@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 # Query tiles that go through each NumPy call together and share one converted key/value tile.
 _CHUNK = 4
 # Fewer query tiles take several key tiles through each call: up to this many scores, and elements of K and V.
-_BLOCK = 1 << 18
+_BLOCK = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,10 @@ class Plan:
     tile_k: int
     width: int  # columns of V in the products
     chunks: tuple[Chunk, ...]  # longest first, the same for each (batch, key/value head)
+    slots: int  # most tiles, rows in the products, key tiles and rows of all products that a call takes
+    padded: int
+    span: int
+    products: int
     scale_before: Any | None  # on q, before Q K^T
     scale_after: Any | None  # on the scores
     softcap: Any | None
@@ -86,9 +90,7 @@ def make_plan(problem: Problem, tile_q: int, tile_k: int, workers: int) -> Plan:
         rows = min(tile_q, problem.seqlen_q - start)
         first, stop = _key_tiles(problem, start, rows, tile_k)
         tiles += [Tile(head, start, rows, first, stop) for head in range(problem.group)]
-    jobs_wanted = 4 * workers
-    total = len(tiles) * problem.batch * problem.heads_kv
-    size = min(max(total // jobs_wanted, 1), _CHUNK)
+    size = _chunk_size(tiles, problem.batch * problem.heads_kv, workers)
     counts = row_counts(compute.name, problem.head_dim, problem.head_dim_v, tile_q, tile_k)
     chunks = []
     for rows, same in itertools.groupby(tiles, key=lambda tile: tile.rows):
@@ -101,10 +103,22 @@ def make_plan(problem: Problem, tile_q: int, tile_k: int, workers: int) -> Plan:
     fold = abs(factor) <= 1.0 and abs(math.frexp(factor)[0]) == 0.5
     return Plan(
         problem, compute, tile_q, tile_k, width, tuple(chunks),
+        slots=max(len(chunk.tiles) for chunk in chunks),
+        padded=max(chunk.padded for chunk in chunks),
+        span=max(chunk.span for chunk in chunks),
+        products=max(chunk.span * len(chunk.tiles) * chunk.padded for chunk in chunks),
         scale_before=_scalar(factor, compute) if fold else None,
         scale_after=None if fold else _scalar(factor, compute),
         softcap=_scalar(problem.softcap, compute) if problem.softcap else None,
     )  # fmt: skip
+
+
+def _chunk_size(tiles: list[Tile], groups: int, workers: int) -> int:
+    """Tiles that go together, of `groups` times these tiles: the most, but all workers shall end at the same time."""
+    if len({tile.stop - tile.first for tile in tiles}) > 1:
+        return min(max(len(tiles) * groups // (4 * workers), 1), _CHUNK)
+    rounds = {size: -(-groups * -(-len(tiles) // size) // workers) for size in range(_CHUNK, 0, -1)}
+    return min(rounds, key=lambda size: size * rounds[size])
 
 
 def _make_chunk(tiles: tuple[Tile, ...], padded: int, tile_k: int, dim: int) -> Chunk:

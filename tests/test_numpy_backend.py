@@ -393,6 +393,20 @@ def test_blas_limit_is_restored_after_an_error(two_blas_threads):
         assert blas_threads() == before
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_nobody_goes_on_after_an_error(monkeypatch, threads):
+    jobs = []
+
+    def fail(*_):
+        jobs.append(1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(numpy_backend, "_attend", fail)
+    with pytest.raises(KeyboardInterrupt):
+        attend(*inputs(b=50, m=300, n=300, hq=4, hkv=4), threads=threads)
+    assert len(jobs) <= threads
+
+
 def test_lse_is_optional():
     q, k, v = inputs()
     out = np.empty_like(q)
