@@ -23,27 +23,37 @@ def available_cpus() -> tuple[int, ...]:
 def run(work: Callable[[], None], workers: int) -> None:
     """Call `work` in the calling thread and in `workers` - 1 others at once; raises what it raised, once all are done.
 
-    Each thread keeps to CPUs of its own meanwhile, if there are enough. Left to itself, Linux wakes a thread on the CPU
-    of the one that wakes it, which threads that pass each other the GIL do all the time: they then share a CPU for
-    milliseconds while another is idle.
+    Each thread keeps to CPUs of its own meanwhile, if there are enough and no other call runs. Left to itself, Linux
+    wakes a thread on the CPU of the one that wakes it, which threads that pass each other the GIL do all the time: they
+    then share a CPU for milliseconds while another is idle.
     """
     if workers == 1:
         work()
         return
     cpus = available_cpus()
-    share = [set(cpus[i * len(cpus) // workers : (i + 1) * len(cpus) // workers]) or set(cpus) for i in range(workers)]
-    helpers = [_take() for _ in range(workers - 1)]
-    for helper, mine in zip(helpers, share[1:], strict=True):
-        helper.start(work, mine)
+    alone = _alone.acquire(blocking=False)  # calls side by side would all take the same CPUs
     try:
-        _keep_to(share[0])
-        work()
+        share = _shares(cpus, workers) if alone else [set(cpus)] * workers
+        helpers = [_take() for _ in range(workers - 1)]
+        for helper, mine in zip(helpers, share[1:], strict=True):
+            helper.start(work, mine)
+        try:
+            _keep_to(share[0])
+            work()
+        finally:
+            _keep_to(set(cpus))
+            errors = [helper.wait() for helper in helpers]
     finally:
-        _keep_to(set(cpus))
-        errors = [helper.wait() for helper in helpers]
+        if alone:
+            _alone.release()
     for error in errors:
         if error is not None:
             raise error
+
+
+def _shares(cpus: tuple[int, ...], workers: int) -> list[set[int]]:
+    """CPUs for each worker, different ones if there are enough."""
+    return [set(cpus[i * len(cpus) // workers : (i + 1) * len(cpus) // workers]) or set(cpus) for i in range(workers)]
 
 
 def _keep_to(cpus: set[int]) -> None:
@@ -115,6 +125,7 @@ class _Helper:
             self._done.open()
 
 
+_alone = threading.Lock()  # held by the call whose threads keep to CPUs of their own
 _idle: list[_Helper] = []  # append and pop are atomic
 
 
@@ -131,6 +142,12 @@ def _stop_idle() -> None:
         _idle.pop().stop()
 
 
+def _after_fork() -> None:
+    global _alone
+    _alone = threading.Lock()  # another thread may have held it
+    _idle.clear()
+
+
 atexit.register(_stop_idle)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_stop_idle, after_in_child=_idle.clear)
+    os.register_at_fork(before=_stop_idle, after_in_child=_after_fork)

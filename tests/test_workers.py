@@ -162,3 +162,22 @@ if child:
     print("end")
 """
     assert python(code) == "end\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity here")
+def test_calls_side_by_side_do_not_take_the_same_cpus():
+    """Only one call at a time divides the CPUs; the threads of another may use all."""
+    before, inside, outside = os.sched_getaffinity(0), threading.Event(), threading.Event()
+    seen = []
+
+    def first():
+        inside.set()
+        outside.wait(10)
+
+    caller = threading.Thread(target=workers.run, args=(first, 2))
+    caller.start()
+    inside.wait(10)
+    workers.run(lambda: seen.append(os.sched_getaffinity(0)), 2)
+    outside.set()
+    caller.join()
+    assert seen == [before, before]
