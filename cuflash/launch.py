@@ -1,7 +1,7 @@
 """The fast path from a loaded kernel to the GPU: parameters packed once, one driver call a launch.
 
 A CuPy ``RawKernel`` call repacks every argument and costs about 20 us. Here the parameter struct of a plan is packed
-when the plan is made, and a launch overwrites its pointers and calls ``cuLaunchKernel``.
+when the plan is made, and a launch overwrites its five pointers and calls ``cuLaunchKernel``.
 """
 
 from __future__ import annotations
@@ -67,15 +67,14 @@ class KernelLaunch:
     """
 
     def __init__(self, kernel: LoadedKernel, device: int, params: bytes, threads: int, shared_bytes: int) -> None:
-        from cupy.cuda import driver
+        from cuda.bindings import driver
 
         self._kernel, self._device = kernel, device  # the first keeps the module loaded
         self._struct = ctypes.create_string_buffer(params, len(params))
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._struct))
         self._lock = threading.Lock()  # the struct is shared by the threads that run this plan
-        self._launch: Callable[..., Any] = driver.launchKernel  # a thin wrapper, unlike cuda.bindings' or ctypes'
-        self._error: type[Exception] = driver.CUDADriverError
-        self._function = kernel.function
+        self._launch: Callable[..., Any] = driver.cuLaunchKernel
+        self._function = driver.CUfunction(kernel.function)
         self._arguments_address = ctypes.addressof(self._arguments)
         self._threads, self._shared_bytes = threads, shared_bytes
 
@@ -88,20 +87,13 @@ class KernelLaunch:
     def _enqueue(self, x: int, y: int, z: int, stream: int) -> None:
         """Launch a grid; the caller holds the lock and has filled in the struct."""
         arguments = (self._function, x, y, z, self._threads, 1, 1, self._shared_bytes, stream)
-        try:
-            self._launch(*arguments, self._arguments_address, 0)
-        except self._error as error:
-            if error.status != _INVALID_CONTEXT:  # type: ignore[attr-defined]
-                raise self._failure(error) from error
-            self._bind_context()  # a thread that has not used CUDA yet
-            try:
-                self._launch(*arguments, self._arguments_address, 0)
-            except self._error as again:
-                raise self._failure(again) from again
-
-    def _failure(self, error: Exception) -> RuntimeError:
-        compiled = self._kernel.compiled
-        return RuntimeError(f"cuLaunchKernel of {compiled.name} failed: {error} ({compiled.config})")
+        (status,) = self._launch(*arguments, self._arguments_address, 0)
+        if status == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
+            self._bind_context()
+            (status,) = self._launch(*arguments, self._arguments_address, 0)
+        if status:
+            compiled = self._kernel.compiled
+            raise RuntimeError(f"cuLaunchKernel of {compiled.name} failed with {status!r} ({compiled.config})")
 
 
 class ForwardLaunch(KernelLaunch):

@@ -21,6 +21,7 @@ class Tickets:
 
     def __init__(self, device: int) -> None:
         import cupy
+        from cuda.bindings import driver
 
         with cupy.cuda.Device(device):
             # Not from CuPy's pool, which another library's captures or allocators may tie to a stream.
@@ -28,11 +29,13 @@ class Tickets:
             cupy.cuda.runtime.memset(self._memory.ptr, 0, self._memory.size)
             cupy.cuda.runtime.deviceSynchronize()
         self._next, self._next_captured = itertools.count(), itertools.count(_RING)
-        self._is_capturing: Any = cupy.cuda.runtime.streamIsCapturing
+        self._status: Any = driver.cuStreamIsCapturing
+        self._idle = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
     def take(self, stream: int) -> int:
         """Address of the counters for a launch on `stream`; 0, which means sharing out by turns, when none is left."""
-        if not self._is_capturing(stream):
+        _, status = self._status(stream)
+        if status == self._idle:
             return int(self._memory.ptr) + _BYTES * (next(self._next) % _RING)
         index = next(self._next_captured)
         return int(self._memory.ptr) + _BYTES * index if index < _RING + _CAPTURED else 0
