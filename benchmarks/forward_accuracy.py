@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tile_sweep import exact
 
 import cuflash
 
@@ -23,15 +24,6 @@ def normal(shape: tuple[int, ...], outliers: bool) -> Any:
     if outliers:
         x = torch.where(torch.rand_like(x) < 1e-3, 10 * torch.randn_like(x), x)
     return x.to(torch.bfloat16)
-
-
-def exact(q: Any, k: Any, v: Any, causal: bool) -> Any:
-    """Float64 attention in bshd."""
-    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
-    s = q @ k.transpose(2, 3) / q.shape[-1] ** 0.5
-    if causal:
-        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device="cuda").triu(1), float("-inf"))
-    return (torch.softmax(s, -1) @ v).transpose(1, 2)
 
 
 def torch_backend(name: str, q: Any, k: Any, v: Any, causal: bool) -> Any:

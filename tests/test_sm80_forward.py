@@ -10,27 +10,16 @@ import types
 import numpy as np
 import pytest
 from backends import DTYPES, Target, assert_same_bits, bits
+from problems import KIB, operands, problem
 
 from cuflash import launch
 from cuflash.device import known_device
 from cuflash.jit import source_root
-from cuflash.problem import Problem, check_options, make_problem
+from cuflash.problem import Problem
 from cuflash.variants.base import CPU, DeviceInfo, Operand, Operands
 from cuflash.variants.sm80_forward import VARIANT
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90")
-KIB = 1024
-
-
-def problem(d=64, dv=None, dtype="bfloat16", b=2, m=256, n=256, hq=4, hkv=2, **options):
-    dv = d if dv is None else dv
-    options = {"causal": False, "window": None, "softcap": 0.0, "scale": None, "layout": "bshd", **options}
-    return make_problem((b, m, hq, d), (b, n, hkv, d), (b, n, hkv, dv), dtype, check_options(**options))
-
-
-def operands(*alignments):
-    q, k, v, out = (Operand((64, 64, 64), a) for a in (alignments if len(alignments) == 4 else alignments * 4))
-    return Operands(q, k, v, out)
 
 
 def config(arch="sm_90", alignment=16, **change):

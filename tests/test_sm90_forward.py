@@ -4,7 +4,7 @@ import itertools
 import re
 
 import pytest
-from test_sm80_forward import KIB, operands, problem
+from problems import KIB, operands, problem
 
 from cuflash import tma
 from cuflash.device import known_device
@@ -65,7 +65,6 @@ def test_grouping_of_keys_depends_on_head_dims_alone():
 
 
 def test_config_follows_out_mask_and_score():
-    assert [config(a).out_vector_bytes for a in (16,)] == [16]
     p = problem()
     for alignment, vector in ((16, 16), (8, 4), (4, 4), (2, 2)):
         assert VARIANT.config(p, operands(16, 16, 16, alignment), H200).out_vector_bytes == vector
@@ -165,4 +164,4 @@ def test_a_map_of_no_keys_has_a_size():
 
 
 def test_operands_keep_their_order():
-    assert Operands.__dataclass_fields__.keys() == {"q", "k", "v", "out"}
+    assert list(Operands.__dataclass_fields__) == ["q", "k", "v", "out"]

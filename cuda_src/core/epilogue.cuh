@@ -1,6 +1,7 @@
 // Writing results: chunks of output rows, and the log-sum-exp.
 #pragma once
 
+#include "core/scheduler.cuh"
 #include "core/softmax.cuh"
 
 namespace cuflash {
@@ -25,6 +26,16 @@ __device__ __forceinline__ void store_chunk(char* target, const uint4& chunk, in
         *reinterpret_cast<unsigned short*>(target + 4 * w + 2) = static_cast<unsigned short>(words[w] >> 16);
     }
   }
+}
+
+// Where the rows of a query tile from `row_begin` on go in the output.
+__device__ __forceinline__ char* output_rows(const ForwardParams& p, const TileCoordinate& c, int row_begin) {
+  return static_cast<char*>(p.out) + c.batch * p.out_batch + c.head * p.out_head + row_begin * p.out_row;
+}
+
+// The same in the log-sum-exp; null when none is wanted.
+__device__ __forceinline__ float* lse_rows(const ForwardParams& p, const TileCoordinate& c, int row_begin) {
+  return p.lse ? p.lse + (static_cast<int64>(c.batch) * p.heads_q + c.head) * p.seqlen_q + row_begin : nullptr;
 }
 
 // The log-sum-exp of one warp's rows; the lane of a quad that owns column 0 writes.

@@ -4,6 +4,7 @@
 namespace cuflash {
 
 using int64 = long long;
+using uint64 = unsigned long long;
 
 struct bfloat16 {
   static constexpr unsigned exponent_mask = 0x7F807F80u;

@@ -1,19 +1,22 @@
-// Barriers of a part of the block (PTX ISA, "bar, barrier"). Barrier 0 is __syncthreads().
+// Barriers of Threads threads of the block (PTX ISA, "bar, barrier"). Barrier 0 is __syncthreads().
 #pragma once
 
 namespace cuflash {
 
-__device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+template <int Threads>
+__device__ __forceinline__ void named_barrier_sync(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(Threads) : "memory");
 }
 
 // Counts in without waiting.
-__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+template <int Threads>
+__device__ __forceinline__ void named_barrier_arrive(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(Threads) : "memory");
 }
 
 // Waits, and says whether any of the threads voted.
-__device__ __forceinline__ bool named_barrier_or(int barrier, int threads, bool vote) {
+template <int Threads>
+__device__ __forceinline__ bool named_barrier_or(int barrier, bool vote) {
   int any;
   asm volatile(
       "{\n"
@@ -23,7 +26,7 @@ __device__ __forceinline__ bool named_barrier_or(int barrier, int threads, bool 
       "selp.s32 %0, 1, 0, any;\n"
       "}"
       : "=r"(any)
-      : "r"(barrier), "r"(threads), "r"(static_cast<int>(vote))
+      : "r"(barrier), "n"(Threads), "r"(static_cast<int>(vote))
       : "memory");
   return any != 0;
 }

@@ -1,6 +1,8 @@
 // Tensor copies by the copy engine (PTX ISA, "cp.async.bulk.tensor", "prefetch.tensormap"; sm_90).
 #pragma once
 
+#include "core/types.cuh"
+
 namespace cuflash {
 
 // What cuTensorMapEncodeTiled makes.
@@ -9,7 +11,7 @@ struct alignas(64) TensorMap {
 };
 
 // How long the L2 cache should keep what a copy reads (createpolicy's encodings of these fixed policies).
-constexpr unsigned long long kEvictFirst = 0x12F0000000000000ull, kEvictLast = 0x14F0000000000000ull;
+constexpr uint64 kEvictFirst = 0x12F0000000000000ull, kEvictLast = 0x14F0000000000000ull;
 
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -17,7 +19,7 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
 
 // One box at (column, row, head, batch) to shared memory; its bytes count towards the barrier's phase.
 __device__ __forceinline__ void tma_load(unsigned shared, const TensorMap& map, unsigned barrier, int column, int row,
-                                         int head, int batch, unsigned long long policy) {
+                                         int head, int batch, uint64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared),

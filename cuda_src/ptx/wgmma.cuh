@@ -6,9 +6,9 @@
 // Accumulators are d[0][n][4], 8 columns for each n, in the layout of mma.sync m16n8k16 for 16 rows a warp.
 #pragma once
 
-namespace cuflash {
+#include "core/types.cuh"
 
-using uint64 = unsigned long long;
+namespace cuflash {
 
 enum class Swizzle { bytes_128 = 1, bytes_64 = 2 };
 

@@ -4,6 +4,7 @@
 // of them (warps_n = 2, see warp_pair.cuh). It walks the key tiles from the last to the first: the tile that may be cut
 // off by seqlen_k comes first, in the prologue.
 #include "core/mask.cuh"
+#include "core/nonfinite.cuh"
 #include "core/params.cuh"
 #include "core/scheduler.cuh"
 #include "core/score.cuh"
@@ -12,7 +13,6 @@
 #include "ptx/mma.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/special.cuh"
-#include "sm80/nonfinite.cuh"
 #include "sm80/output.cuh"
 #include "sm80/tile.cuh"
 #include "sm80/warp_pair.cuh"
@@ -151,7 +151,10 @@ struct KeyValueRing {
   // Whether the values of a tile, acquired, hold an inf or NaN that a mask may hide. Asked in careful passes only.
   __device__ __forceinline__ bool holds_nonfinite(int tile, bool masked) const {
     if (!Config::has_band || !masked || !parked.careful()) return false;
-    return __syncthreads_or(has_nonfinite<Shape::Element>(v_loader(), v_tile(tile)));
+    unsigned sum = 0;  // over the chunks that this thread copied
+    v_loader().for_each_chunk(v_tile(tile),
+                              [&](unsigned address) { sum = add_zero_times_chunk<Shape::Element>(address, sum); });
+    return __syncthreads_or(any_nonfinite<Shape::Element>(sum));
   }
 
   // With one stage: the keys of the next tile take the place of those of `tile`.
@@ -352,15 +355,20 @@ __device__ __forceinline__ void accumulate_output(float (&rO)[Shape::m_tiles][Sh
   }
 }
 
-// Inf and NaN of a partly hidden V tile: see nonfinite.cuh. All threads of the block come here together.
+// Inf and NaN of a partly hidden V tile: see core/nonfinite.cuh. All threads of the block come here together, in the
+// pass that is made over a block again when its output holds one.
 __device__ __forceinline__ void silence_nonfinite(float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
                                                   const KeyValueRing& ring, const ForwardParams& p, int row_begin,
                                                   int tile) {
   const WarpCoordinate w;
-  add_nonfinite_values<Config::has_band, Shape::Element, Shape::tile_dv, Shape::warps_n, Shape::tile_n>(
-      rO, ring.v_tile(tile), p, row_begin + w.lane_row(), tile * Shape::tile_n, w.side, w.lane);
+  using Layout = TileLayout<Shape::tile_dv>;
+  const unsigned sV = ring.v_tile(tile);
+  add_nonfinite_values<Config::has_band, Shape::Element, Shape::tile_n>(
+      rO, p, row_begin + w.lane_row(), tile * Shape::tile_n, [&](int key, int d) {
+        return sV + Layout::offset(key, Layout::part_chunk<Shape::warps_n>(w.side, d)) + 4 * (w.lane % 4);
+      });
   __syncthreads();
-  clear_nonfinite<Shape::Element>(ring.v_loader(), ring.v_tile(tile));
+  ring.v_loader().for_each_chunk(sV, [](unsigned address) { clear_nonfinite_chunk<Shape::Element>(address); });
   __syncthreads();
 }
 
@@ -400,7 +408,7 @@ __device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileC
   __syncthreads();  // shared memory is free for O, and sRow for the sums
   combine_lanes(softmax.row_sum, sRow, [](float a, float b) { return a + b; });
   const WarpCoordinate w;
-  float* gLse = p.lse ? p.lse + (static_cast<int64>(c.batch) * p.heads_q + c.head) * p.seqlen_q + row_begin : nullptr;
+  float* gLse = lse_rows(p, c, row_begin);
   if (w.side == 0) store_lse(gLse, softmax, p.exp2_scale, w.row, rows_left, w.lane);
   const bool spoilt =
       stage_output<Shape::Element, Shape::tile_dv, Shape::warps_n>(sQ, rO, softmax, w.row, w.side, w.lane);
@@ -411,7 +419,7 @@ __device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileC
 __device__ __forceinline__ void write_output(const ForwardParams& p, const TileCoordinate& c, unsigned sO) {
   const WarpCoordinate w;
   const int row_begin = c.query_tile * Shape::tile_m;
-  char* gO = static_cast<char*>(p.out) + c.batch * p.out_batch + c.head * p.out_head + row_begin * p.out_row;
+  char* gO = output_rows(p, c, row_begin);
   if constexpr (Shape::warps_n == 1) {
     __syncwarp();
   } else {

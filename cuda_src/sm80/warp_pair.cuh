@@ -6,13 +6,14 @@
 
 #include "core/softmax.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/named_barrier.cuh"
 #include "sm80/tile.cuh"
 
 namespace cuflash {
 
 // Barrier of the 64 threads of one pair; barrier 0 is __syncthreads().
 __device__ __forceinline__ void pair_sync(int pair) {
-  asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
+  named_barrier_sync<64>(pair + 1);
 }
 
 template <class F>

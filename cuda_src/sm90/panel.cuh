@@ -37,7 +37,7 @@ struct PanelLayout {
 
   // By one thread: starts the copy of a tile, which completes the phase of `barrier`.
   static __device__ __forceinline__ void load(unsigned shared, const TensorMap& map, unsigned barrier, int row,
-                                              int head, int batch, unsigned long long policy) {
+                                              int head, int batch, uint64 policy) {
     mbarrier_arrive_expect(barrier, bytes);
 #pragma unroll
     for (int panel = 0; panel < panels; ++panel)

@@ -4,6 +4,7 @@
 // warpgroups take turns at issuing their products, so that one's softmax meets the products of another. The grid is
 // persistent.
 #include "core/mask.cuh"
+#include "core/nonfinite.cuh"
 #include "core/params.cuh"
 #include "core/score.cuh"
 #include "core/seqlen.cuh"
@@ -12,7 +13,6 @@
 #include "ptx/named_barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/shared.cuh"
-#include "sm90/nonfinite.cuh"
 #include "sm90/output.cuh"
 #include "sm90/panel.cuh"
 #include "sm90/ring.cuh"
@@ -177,15 +177,15 @@ struct Consumer {
   __device__ __forceinline__ Consumer(const ForwardParams& params, const Shared& shared, int group)
       : p(params), shared(shared), group(group), lane(threadIdx.x % 32) {
     row = 64 * group + threadIdx.x % 128 / 32 * 16 + lane / 4;
-    if (Config::take_turns && group == Shape::warpgroups - 1) named_barrier_arrive(turn_barrier, 256);
+    if (Config::take_turns && group == Shape::warpgroups - 1) named_barrier_arrive<256>(turn_barrier);
   }
 
   // Products of one warpgroup are issued together, so that they run as a block while the others take exponentials.
   __device__ __forceinline__ void wait_turn() const {
-    if (Config::take_turns) named_barrier_sync(turn_barrier + group, 256);
+    if (Config::take_turns) named_barrier_sync<256>(turn_barrier + group);
   }
   __device__ __forceinline__ void pass_turn() const {
-    if (Config::take_turns) named_barrier_arrive(turn_barrier + (group + 1) % Shape::warpgroups, 256);
+    if (Config::take_turns) named_barrier_arrive<256>(turn_barrier + (group + 1) % Shape::warpgroups);
   }
 
   template <class Ring, class Position>
@@ -247,14 +247,20 @@ struct Consumer {
     const int thread = threadIdx.x % 128;
     shared.v_ring.wait_full(v_at);
     const unsigned sV = shared.v(v_at.stage);
-    const bool found = holds_nonfinite<Shape::Element, Shape::V::bytes, 128>(sV, thread);
-    if (!named_barrier_or(group_barrier + group, 128, found)) return;
-    add_nonfinite_values<Shape::Element, Shape::V, Shape::tile_n>(rO, sV, p, row_begin + row, tile * Shape::tile_n,
-                                                                  lane);
-    named_barrier_sync(consumers_barrier, Shape::consumers);
-    clear_nonfinite<Shape::Element, Shape::V::bytes, Shape::consumers>(sV, group * 128 + thread);
+    unsigned sum = 0;
+#pragma unroll 4
+    for (int at = 16 * thread; at < Shape::V::bytes; at += 16 * 128)
+      sum = add_zero_times_chunk<Shape::Element>(sV + at, sum);
+    if (!named_barrier_or<128>(group_barrier + group, any_nonfinite<Shape::Element>(sum))) return;
+    add_nonfinite_values<true, Shape::Element, Shape::tile_n>(
+        rO, p, row_begin + row, tile * Shape::tile_n,
+        [&](int key, int d) { return sV + Shape::V::chunk(key, d) + 4 * (lane % 4); });
+    named_barrier_sync<Shape::consumers>(consumers_barrier);
+#pragma unroll 1
+    for (int at = 16 * (group * 128 + thread); at < Shape::V::bytes; at += 16 * Shape::consumers)
+      clear_nonfinite_chunk<Shape::Element>(sV + at);
     fence_async_proxy();
-    named_barrier_sync(consumers_barrier, Shape::consumers);
+    named_barrier_sync<Shape::consumers>(consumers_barrier);
   }
 
   // The scores of `tile` beside the output of the tile before it.
@@ -339,11 +345,10 @@ struct Consumer {
   __device__ __forceinline__ void store(const TileCoordinate& c, Softmax& softmax, const Output& rO) const {
     for (float& sum : softmax.row_sum[0]) sum = combine_quad(sum, [](float a, float b) { return a + b; });
     const int row_begin = c.query_tile * Shape::tile_m, rows_left = p.seqlen_q - row_begin;
-    char* gO = static_cast<char*>(p.out) + c.batch * p.out_batch + c.head * p.out_head + row_begin * p.out_row;
+    char* gO = output_rows(p, c, row_begin);
     store_rows<Shape::Element, Config::out_vector_bytes, Config::exact_dim>(rO, softmax, gO, p.out_row, row, rows_left,
                                                                             p.head_dim_v, lane);
-    float* gLse = p.lse ? p.lse + (static_cast<int64>(c.batch) * p.heads_q + c.head) * p.seqlen_q + row_begin : nullptr;
-    store_lse(gLse, softmax, p.exp2_scale, row - lane / 4, rows_left, lane);
+    store_lse(lse_rows(p, c, row_begin), softmax, p.exp2_scale, row - lane / 4, rows_left, lane);
   }
 };
 

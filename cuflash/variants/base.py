@@ -25,6 +25,11 @@ class Operand:
     strides: tuple[int, int, int]
     alignment: int
 
+    @property
+    def store_bytes(self) -> int:
+        """Bytes that kernels write at once to such rows: 16, 4 or 2."""
+        return self.alignment if self.alignment != 8 else 4
+
 
 @dataclass(frozen=True, slots=True)
 class Operands:

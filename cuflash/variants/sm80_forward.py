@@ -14,8 +14,7 @@ from cuflash.device import known_device
 from cuflash.launch import ForwardLaunch, forward_params
 from cuflash.problem import Problem
 from cuflash.variants.base import DeviceInfo, Launcher, Operand, Operands
-from cuflash.variants.score import score_stage
-from cuflash.view import DeviceKind
+from cuflash.variants.cuda import CudaVariant, score_stage
 
 _RESERVED_SHARED = 1024  # bytes of shared memory that the driver takes for each block
 _MAX_HEADS = 65535  # of a grid's y axis
@@ -121,20 +120,20 @@ def _round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-class Sm80Forward:
+class Sm80Forward(CudaVariant):
     """The variant object; see :mod:`cuflash.variants.base`."""
 
     name = "sm80"
-    device_kind: DeviceKind = "cuda"
+    needs = "8.0 or more"
+
+    def runs_on(self, compute_capability: tuple[int, int]) -> bool:
+        """On Ampere and all that came after it."""
+        return compute_capability >= (8, 0)
 
     def unsupported(self, problem: Problem, operands: Operands, device: DeviceInfo) -> str | None:
         """Why the problem cannot run, or None."""
-        if device.kind != "cuda":
-            return "needs arrays on a CUDA device"
-        if device.compute_capability < (8, 0):
-            return "needs compute capability 8.0 or more; {} has {}.{}".format(device.name, *device.compute_capability)
-        if problem.dtype not in ("float16", "bfloat16"):
-            return f"takes float16 and bfloat16, not {problem.dtype}; cast the inputs"
+        if reason := self.unsuitable(problem, device):
+            return reason
         if problem.heads_q > _MAX_HEADS:
             return f"takes at most {_MAX_HEADS} query heads, not {problem.heads_q}"
         if _alignment(operands) < 2 or operands.out.alignment < 2:
@@ -148,13 +147,9 @@ class Sm80Forward:
         fitting = [config for config in _candidates(problem, operands) if _fits(config, device)]
         return next((config for config in fitting if _fits_together(config, device)), fitting[0])
 
-    def arch(self, device: DeviceInfo) -> str:
-        """What the kernel is compiled for on a device."""
-        return device.arch
-
     def launcher(self, problem: Problem, operands: Operands, device: DeviceInfo, config: Sm80ForwardConfig) -> Launcher:
         """Compile or load the kernel and pack its parameters."""
-        kernel = jit.load(config, device.index, arch=device.arch, dynamic_shared_bytes=config.shared_bytes)
+        kernel = jit.load(config, device.index, arch=self.arch(device), dynamic_shared_bytes=config.shared_bytes)
         query_tiles = -(-problem.seqlen_q // config.tile_m)
         batch_strides = [x.strides[0] * problem.itemsize for x in (operands.q, operands.k, operands.v, operands.out)]
         return ForwardLaunch(
@@ -166,10 +161,6 @@ class Sm80Forward:
             shared_bytes=config.shared_bytes,
             batch_strides=(*batch_strides, 4 * problem.heads_q * problem.seqlen_q),  # type: ignore[arg-type]
         )
-
-    def report(self, config: Sm80ForwardConfig, device: DeviceInfo) -> dict[str, Any]:
-        """What the compiler says of the kernel, for ``explain``."""
-        return jit.compile_config(config, device.arch).report.summary(device.arch)
 
 
 VARIANT = Sm80Forward()
@@ -202,7 +193,7 @@ def _config(tile: _Tile, problem: Problem, operands: Operands) -> Sm80ForwardCon
         tile_d=tile_d,
         tile_dv=tile_dv,
         vector_bytes=_alignment(operands),
-        out_vector_bytes=operands.out.alignment if operands.out.alignment != 8 else 4,
+        out_vector_bytes=operands.out.store_bytes,
         exact_dims=(problem.head_dim, problem.head_dim_v) == (tile_d, tile_dv),
         has_band=problem.has_band,
         score=score_stage(problem),

@@ -14,8 +14,7 @@ from cuflash.launch import POINTERS, KernelLaunch, forward_params
 from cuflash.problem import Problem
 from cuflash.tickets import tickets
 from cuflash.variants.base import DeviceInfo, Launcher, Operand, Operands
-from cuflash.variants.score import score_stage
-from cuflash.view import DeviceKind
+from cuflash.variants.cuda import CudaVariant, score_stage
 from cuflash.wgmma import wgmma_source
 
 ARCH = "sm_90a"  # wgmma and setmaxnreg are not in plain sm_90
@@ -120,20 +119,20 @@ def _tile(tile_d: int, tile_dv: int) -> tuple[int, int]:
     return _TILES.get((tile_d, tile_dv), _TILES[largest, largest])
 
 
-class Sm90Forward:
+class Sm90Forward(CudaVariant):
     """The variant object; see :mod:`cuflash.variants.base`."""
 
     name = "sm90"
-    device_kind: DeviceKind = "cuda"
+    needs = "9.0"
+
+    def runs_on(self, compute_capability: tuple[int, int]) -> bool:
+        """On Hopper only: later architectures have no WGMMA."""
+        return compute_capability == (9, 0)
 
     def unsupported(self, problem: Problem, operands: Operands, device: DeviceInfo) -> str | None:
         """Why the problem cannot run, or None."""
-        if device.kind != "cuda":
-            return "needs arrays on a CUDA device"
-        if device.compute_capability != (9, 0):
-            return "needs compute capability 9.0; {} has {}.{}".format(device.name, *device.compute_capability)
-        if problem.dtype not in ("float16", "bfloat16"):
-            return f"takes float16 and bfloat16, not {problem.dtype}; cast the inputs"
+        if reason := self.unsuitable(problem, device):
+            return reason
         for name in ("q", "k", "v"):
             seqlen = problem.seqlen_q if name == "q" else problem.seqlen_k
             if reason := tma.cannot_describe(getattr(operands, name), seqlen, problem.itemsize):
@@ -162,7 +161,7 @@ class Sm90Forward:
             take_turns=True,
             lazy_rescale=tile_dv > 128,
             early_wait=problem.softcap > 0,
-            out_vector_bytes=operands.out.alignment if operands.out.alignment != 8 else 4,
+            out_vector_bytes=operands.out.store_bytes,
             exact_dim=problem.head_dim_v == tile_dv,
             has_band=problem.has_band,
             score=score_stage(problem),
@@ -174,12 +173,8 @@ class Sm90Forward:
 
     def launcher(self, problem: Problem, operands: Operands, device: DeviceInfo, config: Sm90ForwardConfig) -> Launcher:
         """Compile or load the kernel and pack its parameters."""
-        kernel = jit.load(config, device.index, arch=ARCH, dynamic_shared_bytes=config.shared_bytes)
+        kernel = jit.load(config, device.index, arch=self.arch(device), dynamic_shared_bytes=config.shared_bytes)
         return Sm90Launch(kernel, problem, operands, device, config)
-
-    def report(self, config: Sm90ForwardConfig, device: DeviceInfo) -> dict[str, Any]:
-        """What the compiler says of the kernel, for ``explain``."""
-        return jit.compile_config(config, ARCH).report.summary(ARCH)
 
 
 VARIANT = Sm90Forward()
@@ -230,28 +225,11 @@ class Sm90Launch(KernelLaunch):
         self._blocks = min(device.multiprocessors, work_tiles)
         # Tiles that take equally long are shared out by turns.
         self._tickets = tickets(device.index) if problem.has_band and work_tiles > self._blocks else None
-        self._encoders = tuple(
-            tma.Encoder(problem.dtype, operand, sizes, rows, tile_dim)
-            for operand, sizes, rows, tile_dim in (
-                (
-                    operands.q,
-                    (problem.head_dim, problem.seqlen_q, problem.heads_q, problem.batch),
-                    config.tile_m,
-                    config.tile_d,
-                ),
-                (
-                    operands.k,
-                    (problem.head_dim, problem.seqlen_k, problem.heads_kv, problem.batch),
-                    config.tile_n,
-                    config.tile_d,
-                ),
-                (
-                    operands.v,
-                    (problem.head_dim_v, problem.seqlen_k, problem.heads_kv, problem.batch),
-                    config.tile_n,
-                    config.tile_dv,
-                ),
-            )
+        p, m, n = problem, config.tile_m, config.tile_n
+        self._encoders = (
+            tma.Encoder(p.dtype, operands.q, (p.head_dim, p.seqlen_q, p.heads_q, p.batch), m, config.tile_d),
+            tma.Encoder(p.dtype, operands.k, (p.head_dim, p.seqlen_k, p.heads_kv, p.batch), n, config.tile_d),
+            tma.Encoder(p.dtype, operands.v, (p.head_dim_v, p.seqlen_k, p.heads_kv, p.batch), n, config.tile_dv),
         )
         self._maps: dict[tuple[int, int, int], bytes] = {}
         self._packed: tuple[int, int, int] | None = None  # the addresses whose maps are in the struct

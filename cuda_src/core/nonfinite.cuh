@@ -1,0 +1,55 @@
+// Inf and NaN in V under a mask. A hidden key has weight 0, but 0 * NaN and 0 * inf are NaN inside the matrix product.
+// So in a tile that needs a mask the inf and NaN values are added to the rows that see them, and then replaced by 0 in
+// shared memory before the product.
+#pragma once
+
+#include "core/mask.cuh"
+#include "ptx/shared.cuh"
+
+namespace cuflash {
+
+// `sum` (see add_zero_times) over one 16-byte chunk in shared memory.
+template <class Element>
+__device__ __forceinline__ unsigned add_zero_times_chunk(unsigned address, unsigned sum) {
+  const uint4 chunk = load_shared_chunk(address);
+  sum = add_zero_times<Element>(chunk.x, sum);
+  sum = add_zero_times<Element>(chunk.y, sum);
+  sum = add_zero_times<Element>(chunk.z, sum);
+  return add_zero_times<Element>(chunk.w, sum);
+}
+
+// Replaces the inf and NaN values of one chunk by 0.
+template <class Element>
+__device__ __forceinline__ void clear_nonfinite_chunk(unsigned address) {
+  const uint4 chunk = load_shared_chunk(address);
+  store_shared(address, make_uint4(finite_or_zero<Element>(chunk.x), finite_or_zero<Element>(chunk.y),
+                                   finite_or_zero<Element>(chunk.z), finite_or_zero<Element>(chunk.w)));
+}
+
+// A weight is positive, so the sum of a row that sees an inf or NaN becomes that value: no weight is needed.
+// `row` is this thread's first row; address(key, d) is where its pair of rO[m][d] stands in the tile's row `key`.
+template <bool HasBand, class Element, int TileN, int MTiles, int DTiles, class Address>
+__device__ __forceinline__ void add_nonfinite_values(float (&rO)[MTiles][DTiles][4], const ForwardParams& p, int row,
+                                                     int first_key, Address&& address) {
+#pragma unroll 1
+  for (int key = 0; key < TileN; ++key) {
+#pragma unroll
+    for (int d = 0; d < DTiles; ++d) {
+      const unsigned pair = load_shared(address(key, d));
+      if (!any_nonfinite<Element>(pair)) continue;
+      const unsigned only = pair & ~finite_or_zero<Element>(pair);  // the finite half, if any, becomes 0
+      const float low = unpack<Element>(static_cast<unsigned short>(only));
+      const float high = unpack<Element>(static_cast<unsigned short>(only >> 16));
+#pragma unroll
+      for (int m = 0; m < MTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (!VisibleKeys::of_row<HasBand>(p, row + 16 * m + 8 * half).contains(first_key + key)) continue;
+          rO[m][d][2 * half] += low;
+          rO[m][d][2 * half + 1] += high;
+        }
+    }
+  }
+}
+
+}  // namespace cuflash
