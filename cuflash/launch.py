@@ -1,7 +1,8 @@
 """The fast path from a loaded kernel to the GPU: parameters packed once, one driver call a launch.
 
 A CuPy ``RawKernel`` call repacks every argument and costs about 20 us. Here the parameter struct of a plan is packed
-when the plan is made, and a launch overwrites its five pointers and calls ``cuLaunchKernel``.
+when the plan is made, and a launch overwrites its five pointers and calls ``cuLaunchKernel`` by CuPy's thin wrapper,
+which takes plain integers.
 """
 
 from __future__ import annotations
@@ -67,14 +68,15 @@ class KernelLaunch:
     """
 
     def __init__(self, kernel: LoadedKernel, device: int, params: bytes, threads: int, shared_bytes: int) -> None:
-        from cuda.bindings import driver
+        from cupy.cuda import driver
 
         self._kernel, self._device = kernel, device  # the first keeps the module loaded
         self._struct = ctypes.create_string_buffer(params, len(params))
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._struct))
         self._lock = threading.Lock()  # the struct is shared by the threads that run this plan
-        self._launch: Callable[..., Any] = driver.cuLaunchKernel
-        self._function = driver.CUfunction(kernel.function)
+        self._launch: Callable[..., Any] = driver.launchKernel
+        self._error: type[Exception] = driver.CUDADriverError
+        self._function = int(kernel.function)
         self._arguments_address = ctypes.addressof(self._arguments)
         self._threads, self._shared_bytes = threads, shared_bytes
 
@@ -86,14 +88,22 @@ class KernelLaunch:
 
     def _enqueue(self, x: int, y: int, z: int, stream: int) -> None:
         """Launch a grid; the caller holds the lock and has filled in the struct."""
-        arguments = (self._function, x, y, z, self._threads, 1, 1, self._shared_bytes, stream)
-        (status,) = self._launch(*arguments, self._arguments_address, 0)
-        if status == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
-            self._bind_context()
-            (status,) = self._launch(*arguments, self._arguments_address, 0)
-        if status:
-            compiled = self._kernel.compiled
-            raise RuntimeError(f"cuLaunchKernel of {compiled.name} failed with {status!r} ({compiled.config})")
+        block = (self._threads, 1, 1)
+        arguments = (self._function, x, y, z, *block, self._shared_bytes, stream, self._arguments_address, 0)
+        try:
+            self._launch(*arguments)
+        except self._error as error:
+            if getattr(error, "status", None) != _INVALID_CONTEXT:
+                raise self._failure(error) from error
+            self._bind_context()  # a thread that has not used CUDA yet
+            try:
+                self._launch(*arguments)
+            except self._error as second:
+                raise self._failure(second) from second
+
+    def _failure(self, error: Exception) -> RuntimeError:
+        compiled = self._kernel.compiled
+        return RuntimeError(f"cuLaunchKernel of {compiled.name} failed: {error} ({compiled.config})")
 
 
 class ForwardLaunch(KernelLaunch):

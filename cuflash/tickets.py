@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
+from collections.abc import Callable
 
 _RING = 4096
 _CAPTURED = 12288
@@ -21,7 +21,6 @@ class Tickets:
 
     def __init__(self, device: int) -> None:
         import cupy
-        from cuda.bindings import driver
 
         with cupy.cuda.Device(device):
             # Not from CuPy's pool, which another library's captures or allocators may tie to a stream.
@@ -29,13 +28,11 @@ class Tickets:
             cupy.cuda.runtime.memset(self._memory.ptr, 0, self._memory.size)
             cupy.cuda.runtime.deviceSynchronize()
         self._next, self._next_captured = itertools.count(), itertools.count(_RING)
-        self._status: Any = driver.cuStreamIsCapturing
-        self._idle = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+        self._capturing: Callable[[int], bool] = cupy.cuda.runtime.streamIsCapturing
 
     def take(self, stream: int) -> int:
         """Address of the counters for a launch on `stream`; 0, which means sharing out by turns, when none is left."""
-        _, status = self._status(stream)
-        if status == self._idle:
+        if not self._capturing(stream):
             return int(self._memory.ptr) + _BYTES * (next(self._next) % _RING)
         index = next(self._next_captured)
         return int(self._memory.ptr) + _BYTES * index if index < _RING + _CAPTURED else 0

@@ -191,16 +191,23 @@ def test_diagonals_fit_in_32_bits_and_hide_the_same():
 @pytest.fixture
 def driver(monkeypatch):
     """A stand-in for cuLaunchKernel that records (grid, block, shared bytes, stream, the five pointers)."""
-    module = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    module = pytest.importorskip("cupy.cuda", reason="CuPy is not installed").driver
     state = types.SimpleNamespace(calls=[], status=0)
+
+    class DriverError(RuntimeError):
+        def __init__(self, status):
+            super().__init__(f"error {status}")
+            self.status = status
 
     def launch_kernel(function, x, y, z, tx, ty, tz, shared, stream, arguments, extra):
         parameters = ctypes.c_void_p.from_address(arguments).value
         pointers = struct.unpack("5Q", ctypes.string_at(parameters, 40))
         state.calls.append(((x, y, z), (tx, ty, tz), shared, stream, pointers))
-        return (state.status,)
+        if state.status:
+            raise DriverError(state.status)
 
-    monkeypatch.setattr(module, "cuLaunchKernel", launch_kernel)
+    monkeypatch.setattr(module, "launchKernel", launch_kernel)
+    monkeypatch.setattr(module, "CUDADriverError", DriverError)
     return state
 
 
@@ -239,7 +246,7 @@ def test_a_thread_without_a_context_gets_one(driver, monkeypatch):
 
 def test_a_failed_launch_names_kernel_and_config(driver):
     driver.status = 701
-    with pytest.raises(RuntimeError, match=r"sm80_forward failed with 701 \(some config\)"):
+    with pytest.raises(RuntimeError, match=r"sm80_forward failed: error 701 \(some config\)"):
         forward_launch((1, 1, 1))(1, 2, 3, 4, 0, 0)
 
 

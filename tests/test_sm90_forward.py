@@ -35,33 +35,29 @@ def test_every_head_dim_fits():
 
 
 @pytest.mark.parametrize(
-    ("d", "tile", "parts"),
+    ("d", "causal", "tile", "parts"),
     [
         # Bytes of sQ, and of two stages of K and V.
-        (64, (192, 128), (2 * 192 * 64, 2 * 2 * 128 * (64 + 64))),
-        (128, (128, 128), (2 * 128 * 128, 2 * 2 * 128 * (128 + 128))),
-        (256, (128, 80), (2 * 128 * 256, 2 * 2 * 80 * (256 + 256))),
+        (64, False, (192, 128), (2 * 192 * 64, 2 * 2 * 128 * (64 + 64))),
+        (128, False, (128, 176), (2 * 128 * 128, 2 * 2 * 176 * (128 + 128))),
+        (128, True, (128, 128), (2 * 128 * 128, 2 * 2 * 128 * (128 + 128))),
+        (256, False, (128, 80), (2 * 128 * 256, 2 * 2 * 80 * (256 + 256))),
     ],
 )
-def test_shared_memory_by_hand(d, tile, parts):
-    chosen = config(d=d)
+def test_shared_memory_by_hand(d, causal, tile, parts):
+    chosen = config(d=d, causal=causal)
     assert (chosen.tile_m, chosen.tile_n) == tile
     assert 1024 <= chosen.shared_bytes - sum(parts) <= 1024 + 256  # room to align, and barriers
     assert chosen.describe()["threads"] == 128 * (chosen.warpgroups + 1)
 
 
-def test_grouping_of_keys_depends_on_head_dims_alone():
-    changes = [
-        {},
-        {"causal": True},
-        {"m": 1, "causal": True},
-        {"window": (5, 5)},
-        {"b": 9},
-        {"dtype": "float16"},
-        {"hq": 8},
-    ]
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, 5)}], ids=str)
+def test_grouping_of_keys_depends_on_head_dims_and_on_having_a_mask_alone(options):
+    changes = [{}, {"m": 1}, {"m": 1, "n": 1}, {"n": 9}, {"b": 9}, {"dtype": "float16"}, {"hq": 8}, {"scale": -1.0}]
+    if options:  # whichever mask it is, and if it hides nothing
+        changes += [{"causal": True}, {"window": (1000, 1000)}]
     for d in (64, 128, 256):
-        assert len({config(d=d, **change).tile_n for change in changes}) == 1
+        assert len({config(d=d, **{**options, **change}).tile_n for change in changes}) == 1
 
 
 def test_config_follows_out_mask_and_score():

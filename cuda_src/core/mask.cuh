@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/params.cuh"
+#include "ptx/bits.cuh"
 
 namespace cuflash {
 
@@ -25,28 +26,34 @@ struct VisibleKeys {
   __device__ __forceinline__ bool contains(int key) const { return key >= first && key <= last; }
 };
 
+// How many of this thread's elements of a fragment row, at columns 0, 1, 8, 9, 16, ... relative to the first, lie
+// before `column`; at most 0 when it is negative.
+__device__ __forceinline__ int elements_before(int column) {
+  return 2 * (column >> 3) + min(column & 7, 2);
+}
+
 // Overwrites the hidden scores of a (16 * MTiles) x (8 * NTiles) fragment with -inf, so that whatever q.k gave there,
-// NaN included, is gone. `row` and `column` are those of this thread's element rS[0][0][0].
+// NaN included, is gone. `row` and `column` are those of this thread's element rS[0][0][0]. The keys of a row are one
+// bit an element, whose test is cheaper than two comparisons; 8 rows further down the band is 2 elements further on.
 template <bool HasBand, int MTiles, int NTiles>
 __device__ __forceinline__ void mask_scores(float (&rS)[MTiles][NTiles][4], const ForwardParams& p, int row,
                                             int column) {
+  const int begin = HasBand ? elements_before(row + p.diag_lower - column) : 0;
+  const int end = HasBand ? elements_before(row + p.diag_upper + 1 - column) : 0;
+  const int all = elements_before(p.seqlen_k - column);
 #pragma unroll
-  for (int m = 0; m < MTiles; ++m) {
+  for (int m = 0; m < MTiles; ++m)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const VisibleKeys keys = VisibleKeys::of_row<HasBand>(p, row + 16 * m + 8 * half);
-      const int first = keys.first - column;
-      const int last = keys.last - column;
+    for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int n = 0; n < NTiles; ++n) {
+      for (int word = 0; word < 2 * NTiles; word += 32) {
+        const int further = 4 * m + 2 * half;
+        const unsigned before_end = ~bits_from((HasBand ? min(end + further, all) : all) - word);
+        const unsigned visible = HasBand ? before_end & bits_from(begin + further - word) : before_end;
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int key = 8 * n + c;
-          if ((HasBand && key < first) || key > last) rS[m][n][2 * half + c] = negative_infinity();
-        }
+        for (int i = word; i < 2 * NTiles && i < word + 32; ++i)
+          if (!(visible >> (i - word) & 1)) rS[m][i / 2][2 * half + i % 2] = negative_infinity();
       }
-    }
-  }
 }
 
 }  // namespace cuflash

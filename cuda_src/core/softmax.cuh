@@ -15,6 +15,11 @@ namespace cuflash {
 // many base-2 units its rounding would show, or overflow; such a row subtracts first, which is exact near the maximum.
 constexpr float kMaxFoldedReference = 1048576.0f;
 
+// Whether a reference is too far from 0 to be folded into an FFMA.
+__device__ __forceinline__ bool is_far_reference(float reference, float exp2_scale) {
+  return fabsf(__fmul_rn(reference, exp2_scale)) > kMaxFoldedReference && reference != negative_infinity();
+}
+
 // State of this thread's rows: lane/4 and lane/4 + 8 of each 16-row fragment.
 template <int MTiles>
 struct OnlineSoftmax {
@@ -42,10 +47,8 @@ struct OnlineSoftmax {
     return factor;
   }
 
-  // Whether the reference of a row is too far from 0 to be folded into an FFMA.
   __device__ __forceinline__ bool is_far(int m, int half, float exp2_scale) const {
-    return fabsf(__fmul_rn(row_max[m][half], exp2_scale)) > kMaxFoldedReference &&
-           row_max[m][half] != negative_infinity();
+    return is_far_reference(row_max[m][half], exp2_scale);
   }
 
   // The scores of a far row relative to its reference; exponentiate() then has nothing to subtract from them.
@@ -114,12 +117,20 @@ __device__ __forceinline__ float combine_quad(float value, F&& f) {
   return f(value, __shfl_xor_sync(0xFFFFFFFFu, value, 2));
 }
 
-// The larger of `start` and the largest of this lane's scores in a row.
-template <int MTiles, int NTiles>
+// The larger of `start` and the largest of this lane's scores in a row, by way of Chains independent maxima.
+template <int Chains = 1, int MTiles, int NTiles>
 __device__ __forceinline__ float lane_row_max(const float (&rS)[MTiles][NTiles][4], int m, int half, float start) {
+  float chain[Chains];
 #pragma unroll
-  for (int n = 0; n < NTiles; ++n) start = fmaxf(fmaxf(start, rS[m][n][2 * half]), rS[m][n][2 * half + 1]);
-  return start;
+  for (float& largest : chain) largest = start;
+#pragma unroll
+  for (int i = 0; i < 2 * NTiles; ++i) {
+    float& largest = chain[i % Chains];
+    largest = fmaxf(largest, rS[m][i / 2][2 * half + i % 2]);
+  }
+#pragma unroll
+  for (int c = 1; c < Chains; ++c) chain[0] = fmaxf(chain[0], chain[c]);
+  return chain[0];
 }
 
 }  // namespace cuflash

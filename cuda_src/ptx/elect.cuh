@@ -20,4 +20,11 @@ __device__ __forceinline__ int warp_uniform(int value) {
   return __shfl_sync(0xFFFFFFFFu, value, 0);
 }
 
+// The same by way of a reduction, whose result is in a uniform register. Loops bounded by such values keep their
+// counters in uniform registers, and wgmma finds its descriptors there; otherwise each is moved in front of its
+// instruction.
+__device__ __forceinline__ int in_uniform_register(int value) {
+  return static_cast<int>(__reduce_or_sync(0xFFFFFFFFu, static_cast<unsigned>(value)));
+}
+
 }  // namespace cuflash

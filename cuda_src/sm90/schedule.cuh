@@ -40,27 +40,30 @@ struct WorkList {
   }
 };
 
-// How the producer tells the consumers which tile comes next: a ring of two words with its barriers.
-struct WorkRing {
+// One word after another from one thread to many warps: a ring of two words with its barriers.
+struct WordRing {
   using Barriers = RingBarriers<2>;
+  using Position = Barriers::Position;
   Barriers barriers;
   static constexpr int bytes = Barriers::bytes + 2 * 4;
 
+  __device__ __forceinline__ unsigned at() const { return barriers.at; }
   __device__ __forceinline__ unsigned slot(int stage) const { return barriers.at + Barriers::bytes + 4 * stage; }
 
-  // By one thread.
-  __device__ __forceinline__ void publish(const Barriers::Position& at, int index) const {
+  // By one thread, which advances its position itself.
+  __device__ __forceinline__ void publish(const Position& at, int word) const {
     barriers.wait_empty(at);
-    store_shared(slot(at.stage), static_cast<unsigned>(index));
+    store_shared(slot(at.stage), static_cast<unsigned>(word));
     mbarrier_arrive(barriers.full(at.stage));
   }
 
-  __device__ __forceinline__ int take(Barriers::Position& at, int lane) const {
+  // By each of the warps, in a uniform register.
+  __device__ __forceinline__ int take(Position& at, int lane) const {
     barriers.wait_full(at);
-    const int index = warp_uniform(static_cast<int>(load_shared(slot(at.stage))));
+    const int word = in_uniform_register(static_cast<int>(load_shared(slot(at.stage))));
     if (lane == 0) barriers.release(at);
     at.advance();
-    return index;
+    return word;
   }
 };
 

@@ -33,6 +33,7 @@ struct Shape {
   static constexpr int tile_m = 64 * warpgroups, tile_n = Config::tile_n;
   static constexpr int n_blocks = tile_n / 8, d_blocks = Config::tile_dv / 8;
   static constexpr int consumers = 128 * warpgroups, threads = consumers + 128;
+  static constexpr int inspectors = Config::has_band ? 96 : 0;
   using Q = PanelLayout<tile_m, Config::tile_d>;
   using K = PanelLayout<tile_n, Config::tile_d>;
   using V = PanelLayout<tile_n, Config::tile_dv>;
@@ -50,28 +51,31 @@ using Scores = float[1][Shape::n_blocks][4];
 using Output = float[1][Shape::d_blocks][4];
 using Weights = unsigned[Shape::n_blocks / 2][4];
 
-// Named barriers: the turn of each warpgroup, all consumers, and the warps of one warpgroup.
-enum { turn_barrier = 1, consumers_barrier = 4, group_barrier = 5 };
+// Named barriers: the inspecting warps, all consumers, and the turn of each warpgroup.
+enum { inspectors_barrier = 1, consumers_barrier, turn_barrier };
 
 struct Shared {
   unsigned base;
   Shape::Ring k_ring, v_ring;
   RingBarriers<1> q_ring;
-  WorkRing work_ring;
+  WordRing work_ring;     // indices of tiles, from the producer
+  WordRing verdict_ring;  // of the tiles that need a mask: whether V holds an inf or NaN, from the inspectors
 
   __device__ __forceinline__ explicit Shared(unsigned start)
       : base((start + 1023) & ~1023u),
         k_ring{base + Shape::barriers_at},
         v_ring{k_ring.at + Shape::Ring::bytes},
         q_ring{v_ring.at + Shape::Ring::bytes},
-        work_ring{q_ring.at + RingBarriers<1>::bytes} {}
+        work_ring{q_ring.at + RingBarriers<1>::bytes},
+        verdict_ring{work_ring.at() + WordRing::bytes} {}
 
   __device__ __forceinline__ void init() const {
     constexpr int consumer_warps = 4 * Shape::warpgroups;
     k_ring.init(consumer_warps);
     v_ring.init(consumer_warps);
     q_ring.init(consumer_warps);
-    work_ring.barriers.init(consumer_warps);
+    work_ring.barriers.init(consumer_warps + Shape::inspectors / 32);
+    verdict_ring.barriers.init(consumer_warps);
     mbarrier_init_fence();
   }
 
@@ -80,16 +84,25 @@ struct Shared {
   __device__ __forceinline__ unsigned v(int stage) const { return base + Shape::v_at + stage * Shape::V::bytes; }
 };
 
-// A tile of the work list: where it is, and which keys it sees.
+__device__ __forceinline__ KeyTiles in_uniform_registers(const KeyTiles& tiles) {
+  return {in_uniform_register(tiles.first), in_uniform_register(tiles.last)};
+}
+
+// A tile of the work list: where it is, which key tiles some of its rows see, and which all of them see in full.
 struct Tile {
   TileCoordinate at;
-  KeyTiles keys;
+  KeyTiles keys, clear;
 
   __device__ __forceinline__ Tile(const Sm90ForwardParams& params, int index)
       : at(params.work.coordinate<Config::has_band>(params.p, index)) {
     const int begin = at.query_tile * Shape::tile_m, end = min(params.p.seqlen_q, begin + Shape::tile_m);
-    keys = KeyTiles::make<Config::has_band, Shape::tile_n>(params.p, begin, end);
+    keys = in_uniform_registers(KeyTiles::make<Config::has_band, Shape::tile_n>(params.p, begin, end));
+    clear =
+        in_uniform_registers(KeyTiles::without_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(params.p, begin));
   }
+
+  // Whether inf and NaN in V need care: one row of the tile may see them while another does not.
+  __device__ __forceinline__ bool needs_verdict(int tile) const { return Config::has_band && !clear.contains(tile); }
 };
 
 // One warp: hands out the tiles and starts every copy, in the order in which they are needed.
@@ -153,7 +166,7 @@ struct Producer {
       prefetch_tensor_map(params.k);
       prefetch_tensor_map(params.v);
     }
-    WorkRing::Barriers::Position work_at;
+    WordRing::Position work_at;
     int index = blockIdx.x;
 #pragma unroll 1
     while (index < params.work.tiles) {
@@ -166,6 +179,42 @@ struct Producer {
   }
 };
 
+// The other warps of the producer's warpgroup: they look for inf and NaN in the V tiles that need a mask, while the
+// consumers are still busy with the scores.
+struct Inspector {
+  const Sm90ForwardParams& params;
+  const Shared& shared;
+  int thread, lane;
+  Shape::Ring::Position v_at;
+  WordRing::Position work_at, verdict_at;
+
+  __device__ __forceinline__ void inspect() {
+    shared.v_ring.wait_full(v_at);
+    const unsigned sV = shared.v(v_at.stage);
+    unsigned sum = 0;
+#pragma unroll 4
+    for (int at = 16 * thread; at < Shape::V::bytes; at += 16 * Shape::inspectors)
+      sum = add_zero_times_chunk<Shape::Element>(sV + at, sum);
+    const bool found = named_barrier_or<Shape::inspectors>(inspectors_barrier, any_nonfinite<Shape::Element>(sum));
+    if (thread == 0) shared.verdict_ring.publish(verdict_at, found);
+    verdict_at.advance();
+  }
+
+  __device__ __forceinline__ void run() {
+    int index = blockIdx.x;
+#pragma unroll 1
+    while (index < params.work.tiles) {
+      const Tile t(params, index);
+#pragma unroll 1
+      for (int tile = t.keys.last - 1; tile >= t.keys.first; --tile) {
+        if (t.needs_verdict(tile)) inspect();
+        v_at.advance();
+      }
+      index = shared.work_ring.take(work_at, lane);
+    }
+  }
+};
+
 // One of the warpgroups that compute: where it works, and its place in the rings.
 struct Consumer {
   const ForwardParams& p;
@@ -173,6 +222,7 @@ struct Consumer {
   int group, lane, row;  // row = this thread's first row in the tile
   Shape::Ring::Position k_at, v_at;
   RingPosition<1> q_at;
+  WordRing::Position verdict_at;
 
   __device__ __forceinline__ Consumer(const ForwardParams& params, const Shared& shared, int group)
       : p(params), shared(shared), group(group), lane(threadIdx.x % 32) {
@@ -216,20 +266,29 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // Scores to weights. What the rows have accumulated must be multiplied with `factor`.
+  // What a warp knows of the new maxima of its rows.
+  struct Maxima {
+    float factor[1][2];  // what the rows have accumulated must be multiplied with it
+    bool raised;         // whether some factor may not be 1
+  };
+
+  // Scores to weights.
   template <bool Masked>
-  __device__ __forceinline__ void weigh(Softmax& softmax, Scores& rS, float (&factor)[1][2], int row_begin,
-                                        int tile) const {
+  __device__ __forceinline__ void weigh(Softmax& softmax, Scores& rS, Maxima& maxima, int row_begin, int tile) const {
     stage_scores<Config::score>(rS, p);
     if constexpr (Masked) mask_scores<Config::has_band>(rS, p, row_begin + row, tile * Shape::tile_n + 2 * (lane % 4));
     // Row by row: the exponentials of the first run beside the search for the maximum of the second.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float lane_max = lane_row_max(rS, 0, half, softmax.row_max[0][half]);
+      // The votes are on the lanes' maxima, one of which is the row's, so that they run beside the shuffles.
+      const float old = softmax.row_max[0][half];
+      const float lane_max = lane_row_max<Config::chains>(rS, 0, half, old);
+      const bool far = __any_sync(0xFFFFFFFFu, is_far_reference(lane_max, p.exp2_scale));
+      const bool raised = !Config::lazy_rescale || __any_sync(0xFFFFFFFFu, lane_max > old);
+      maxima.raised = half == 0 ? raised : maxima.raised | raised;
       const float tile_max = combine_quad(lane_max, [](float a, float b) { return fmaxf(a, b); });
-      factor[0][half] = softmax.raise_max(0, half, tile_max, p.exp2_scale);
-      if (__any_sync(0xFFFFFFFFu, softmax.is_far(0, half, p.exp2_scale)))
-        softmax.subtract_far_reference(rS, 0, half, p.exp2_scale);
+      maxima.factor[0][half] = softmax.raise_max(0, half, tile_max, p.exp2_scale);
+      if (far) softmax.subtract_far_reference(rS, 0, half, p.exp2_scale);
       softmax.exponentiate(rS, 0, half, p.exp2_scale);
     }
   }
@@ -242,22 +301,20 @@ struct Consumer {
     }
   }
 
-  // Before the product with a V tile that some row of the block sees a part of. All consumers come here together.
-  __device__ __forceinline__ void silence_nonfinite(Output& rO, int row_begin, int tile) const {
-    const int thread = threadIdx.x % 128;
+  // Before the product with a V tile that some row of the block sees a part of; Seen = false when no row of this
+  // warpgroup does. All consumers come here together.
+  template <bool Seen>
+  __device__ __forceinline__ void silence_nonfinite(Output& rO, int row_begin, int tile) {
+    if (!shared.verdict_ring.take(verdict_at, lane)) return;
     shared.v_ring.wait_full(v_at);
     const unsigned sV = shared.v(v_at.stage);
-    unsigned sum = 0;
-#pragma unroll 4
-    for (int at = 16 * thread; at < Shape::V::bytes; at += 16 * 128)
-      sum = add_zero_times_chunk<Shape::Element>(sV + at, sum);
-    if (!named_barrier_or<128>(group_barrier + group, any_nonfinite<Shape::Element>(sum))) return;
-    add_nonfinite_values<true, Shape::Element, Shape::tile_n>(
-        rO, p, row_begin + row, tile * Shape::tile_n,
-        [&](int key, int d) { return sV + Shape::V::chunk(key, d) + 4 * (lane % 4); });
+    if constexpr (Seen)
+      add_nonfinite_values<true, Shape::Element, Shape::tile_n>(
+          rO, p, row_begin + row, tile * Shape::tile_n,
+          [&](int key, int d) { return sV + Shape::V::chunk(key, d) + 4 * (lane % 4); });
     named_barrier_sync<Shape::consumers>(consumers_barrier);
 #pragma unroll 1
-    for (int at = 16 * (group * 128 + thread); at < Shape::V::bytes; at += 16 * Shape::consumers)
+    for (int at = 16 * (group * 128 + threadIdx.x % 128); at < Shape::V::bytes; at += 16 * Shape::consumers)
       clear_nonfinite_chunk<Shape::Element>(sV + at);
     fence_async_proxy();
     named_barrier_sync<Shape::consumers>(consumers_barrier);
@@ -267,7 +324,7 @@ struct Consumer {
   template <bool Masked>
   __device__ __forceinline__ void step(Softmax& softmax, Output& rO, Weights& rP, int row_begin, int tile) {
     Scores rS;
-    float factor[1][2];
+    Maxima maxima;
     shared.k_ring.wait_full(k_at);
     wait_turn();
     issue_scores(rS);
@@ -278,50 +335,73 @@ struct Consumer {
     pin_accumulators(rS);
     release(shared.k_ring, k_at);
     if (Config::early_wait) pin_accumulators(rO);
-    weigh<Masked>(softmax, rS, factor, row_begin, tile);
+    weigh<Masked>(softmax, rS, maxima, row_begin, tile);
     wgmma_wait<0>();
     pin_accumulators(rO);
     release(shared.v_ring, v_at);
-    rescale<Config::lazy_rescale>(rO, factor);
+    if (maxima.raised) rescale<false>(rO, maxima.factor);
     pack_weights(rP, rS);
+  }
+
+  // Key tiles that some of the warpgroup's rows see; none when it has no rows.
+  __device__ __forceinline__ KeyTiles own_keys(const Tile& t) const {
+    const int begin = t.at.query_tile * Shape::tile_m + 64 * group, end = min(p.seqlen_q, begin + 64);
+    const KeyTiles own = KeyTiles::make<Config::has_band, Shape::tile_n>(p, begin, end);
+    return in_uniform_registers(begin < end && own.first < own.last ? own : KeyTiles{t.keys.first, t.keys.first});
   }
 
   // One query tile from its inputs to its results.
   __device__ __forceinline__ void compute(const Tile& t) {
-    const KeyTiles tiles = t.keys;
+    const KeyTiles own = own_keys(t);
     const int row_begin = t.at.query_tile * Shape::tile_m;
     Softmax softmax;
     softmax.init();
     Output rO = {};
-    if (tiles.first < tiles.last) {
+    skip(rO, t, t.keys.last, own.last);
+    if (own.first < own.last) {
       Weights rP;
-      accumulate(softmax, rO, rP, tiles, row_begin);
-      if (lane == 0) shared.q_ring.release(q_at);
-      q_at.advance();
+      accumulate(softmax, rO, rP, t, own, row_begin);
       shared.v_ring.wait_full(v_at);
       issue_output(rO, rP);
       wgmma_wait<0>();
       pin_accumulators(rO);
       release(shared.v_ring, v_at);
     }
+    if (t.keys.first < t.keys.last) release(shared.q_ring, q_at);
+    skip(rO, t, own.first, t.keys.first);
     store(t.at, softmax, rO);
   }
 
-  // All tiles but for the last one's output, whose weights stay in rP.
-  __device__ __forceinline__ void accumulate(Softmax& softmax, Output& rO, Weights& rP, const KeyTiles& tiles,
-                                             int row_begin) {
-    const KeyTiles clear = KeyTiles::without_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, row_begin);
-    int tile = tiles.last - 1;
+  // Lets tiles [end, begin), which none of the warpgroup's rows sees, pass.
+  __device__ __forceinline__ void skip(Output& rO, const Tile& t, int begin, int end) {
+#pragma unroll 1
+    for (int tile = begin - 1; tile >= end; --tile) {
+      shared.k_ring.wait_full(k_at);
+      wait_turn();
+      pass_turn();
+      release(shared.k_ring, k_at);
+      if (t.needs_verdict(tile)) silence_nonfinite<false>(rO, t.at.query_tile * Shape::tile_m, tile);
+      shared.v_ring.wait_full(v_at);
+      release(shared.v_ring, v_at);
+    }
+  }
+
+  // All tiles of `own` but for the last one's output, whose weights stay in rP.
+  __device__ __forceinline__ void accumulate(Softmax& softmax, Output& rO, Weights& rP, const Tile& t,
+                                             const KeyTiles& own, int row_begin) {
+    const KeyTiles own_clear =
+        in_uniform_registers(KeyTiles::without_mask<Config::has_band, 64, Shape::tile_n>(p, row_begin + 64 * group));
+    int tile = own.last - 1;
     first_step(softmax, rP, row_begin, tile);
 #pragma unroll 1
     while (true) {
-      if (Config::has_band && !clear.contains(tile)) silence_nonfinite(rO, row_begin, tile);
-      if (tile == tiles.first) return;
-      if (Config::has_band && !clear.contains(tile - 1)) {
+      if (t.needs_verdict(tile)) silence_nonfinite<true>(rO, row_begin, tile);
+      if (tile == own.first) return;
+      if (Config::has_band && !own_clear.contains(tile - 1)) {
         step<true>(softmax, rO, rP, row_begin, --tile);
         continue;
       }
-      const int end = Config::has_band ? max(clear.first, tiles.first) : 0;
+      const int end = t.needs_verdict(tile - 1) ? tile - 1 : max(Config::has_band ? t.clear.first : 0, own.first);
 #pragma unroll 1
       do {
         step<false>(softmax, rO, rP, row_begin, --tile);
@@ -331,14 +411,16 @@ struct Consumer {
 
   __device__ __forceinline__ void first_step(Softmax& softmax, Weights& rP, int row_begin, int tile) {
     Scores rS;
-    float factor[1][2];
+    Maxima maxima;
     shared.q_ring.wait_full(q_at);
     shared.k_ring.wait_full(k_at);
+    wait_turn();
     issue_scores(rS);
+    pass_turn();
     wgmma_wait<0>();
     pin_accumulators(rS);
     release(shared.k_ring, k_at);
-    weigh<true>(softmax, rS, factor, row_begin, tile);
+    weigh<true>(softmax, rS, maxima, row_begin, tile);
     pack_weights(rP, rS);
   }
 
@@ -364,11 +446,15 @@ extern "C" __global__ void __launch_bounds__(cuflash::Shape::threads, 1)
   const int role = warp_uniform(threadIdx.x / 128);
   if (role == 0) {
     give_registers<Shape::producer_registers>();
-    if (warp_uniform(threadIdx.x / 32) == 0) Producer{params, shared}.run();
+    if (warp_uniform(threadIdx.x / 32) == 0) {
+      Producer{params, shared}.run();
+    } else if (Config::has_band) {
+      Inspector{params, shared, static_cast<int>(threadIdx.x) - 32, static_cast<int>(threadIdx.x) % 32}.run();
+    }
   } else {
     take_registers<Shape::consumer_registers>();
     Consumer consumer(params.p, shared, role - 1);
-    WorkRing::Barriers::Position work_at;
+    WordRing::Position work_at;
     int index = blockIdx.x;
 #pragma unroll 1
     while (index < params.work.tiles) {
