@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cuflash.jit import source_root
+from cuflash.jit import flatten
 from cuflash.wgmma import wgmma_source
 
 # Name, and C++ that changes float r with the help of b and c. Results of inline PTX are not reordered or dropped.
@@ -89,12 +89,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) contention(int product_coun
 
 def source(width: int, from_registers: bool, instruction: str) -> str:
     """The translation unit for one product and one instruction."""
-    headers = []
-    for name in ("core/types.cuh", "ptx/wgmma.cuh"):
-        lines = (source_root() / name).read_text().splitlines()
-        headers.append("\n".join(line for line in lines if not line.startswith(("#pragma once", "#include"))))
     kernel = KERNEL.replace("WIDTH", str(width)).replace("FROM_REGISTERS", str(int(from_registers)))
-    return "\n".join([*headers, wgmma_source((width,), "bfloat16"), kernel.replace("INSTRUCTION", instruction)])
+    return "\n".join(
+        [flatten("ptx/wgmma.cuh"), wgmma_source((width,), "bfloat16"), kernel.replace("INSTRUCTION", instruction)]
+    )
 
 
 def compiled(text: str, folder: Path) -> Any:

@@ -1,0 +1,32 @@
+#pragma once
+
+namespace cuflash {
+
+inline unsigned shared_address(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+template <class T>
+void store_shared(unsigned address, const T& value) {
+  emulator::write_shared(address, value);
+}
+
+inline unsigned load_shared(unsigned address) {
+  return emulator::read_shared<unsigned>(address);
+}
+
+inline float load_shared_float(unsigned address) {
+  return emulator::read_shared<float>(address);
+}
+
+inline const char* load_shared_pointer(unsigned address) {
+  return emulator::read_shared<const char*>(address);
+}
+
+inline uint4 load_shared_chunk(unsigned address) {
+  return emulator::read_shared<uint4>(address);
+}
+
+inline void fence_async_proxy() {}
+
+}  // namespace cuflash
