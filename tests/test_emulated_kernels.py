@@ -51,6 +51,7 @@ CASES = [
     (70, 200, 128, {"window": (40, 30)}),
     (300, 70, 64, {"causal": True}),  # rows without keys
     (60, 100, 256, {"causal": "top-left"}),
+    (420, 90, 64, {}),  # more tiles than blocks of a persistent grid
 ]
 
 

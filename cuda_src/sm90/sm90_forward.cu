@@ -238,6 +238,12 @@ struct Consumer {
     if (Config::take_turns) named_barrier_arrive<256>(turn_barrier + (group + 1) % Shape::warpgroups);
   }
 
+  // In a turn. Turns come in order, so that what the first warpgroup has waited for is there for the others.
+  template <class Ring, class Position>
+  __device__ __forceinline__ void wait_full_in_turn(const Ring& ring, const Position& at) const {
+    if (!Config::take_turns || group == 0) ring.wait_full(at);
+  }
+
   template <class Ring, class Position>
   __device__ __forceinline__ void release(const Ring& ring, Position& at) const {
     if (lane == 0) ring.release(at);
@@ -320,20 +326,26 @@ struct Consumer {
     named_barrier_sync<Shape::consumers>(consumers_barrier);
   }
 
+  // When the scores of a tile are there: its keys are done with, and after the last one the queries.
+  __device__ __forceinline__ void release_scored(bool last) {
+    release(shared.k_ring, k_at);
+    if (last) release(shared.q_ring, q_at);
+  }
+
   // The scores of `tile` beside the output of the tile before it.
   template <bool Masked>
-  __device__ __forceinline__ void step(Softmax& softmax, Output& rO, Weights& rP, int row_begin, int tile) {
+  __device__ __forceinline__ void step(Softmax& softmax, Output& rO, Weights& rP, int row_begin, int tile, bool last) {
     Scores rS;
     Maxima maxima;
-    shared.k_ring.wait_full(k_at);
+    wait_full_in_turn(shared.k_ring, k_at);
     wait_turn();
     issue_scores(rS);
-    shared.v_ring.wait_full(v_at);
+    wait_full_in_turn(shared.v_ring, v_at);
     issue_output(rO, rP);
     pass_turn();
     wgmma_wait<Config::early_wait ? 0 : 1>();
     pin_accumulators(rS);
-    release(shared.k_ring, k_at);
+    release_scored(last);
     if (Config::early_wait) pin_accumulators(rO);
     weigh<Masked>(softmax, rS, maxima, row_begin, tile);
     wgmma_wait<0>();
@@ -357,8 +369,13 @@ struct Consumer {
     Softmax softmax;
     softmax.init();
     Output rO = {};
+    const bool sees = own.first < own.last;
+    if (!sees && t.keys.first < t.keys.last) {
+      shared.q_ring.wait_full(q_at);
+      release(shared.q_ring, q_at);
+    }
     skip(rO, t, t.keys.last, own.last);
-    if (own.first < own.last) {
+    if (sees) {
       Weights rP;
       accumulate(softmax, rO, rP, t, own, row_begin);
       shared.v_ring.wait_full(v_at);
@@ -367,7 +384,6 @@ struct Consumer {
       pin_accumulators(rO);
       release(shared.v_ring, v_at);
     }
-    if (t.keys.first < t.keys.last) release(shared.q_ring, q_at);
     skip(rO, t, own.first, t.keys.first);
     store(t.at, softmax, rO);
   }
@@ -392,34 +408,36 @@ struct Consumer {
     const KeyTiles own_clear =
         in_uniform_registers(KeyTiles::without_mask<Config::has_band, 64, Shape::tile_n>(p, row_begin + 64 * group));
     int tile = own.last - 1;
-    first_step(softmax, rP, row_begin, tile);
+    first_step(softmax, rP, row_begin, tile, tile == own.first);
 #pragma unroll 1
     while (true) {
       if (t.needs_verdict(tile)) silence_nonfinite<true>(rO, row_begin, tile);
       if (tile == own.first) return;
       if (Config::has_band && !own_clear.contains(tile - 1)) {
-        step<true>(softmax, rO, rP, row_begin, --tile);
+        --tile;
+        step<true>(softmax, rO, rP, row_begin, tile, tile == own.first);
         continue;
       }
       const int end = t.needs_verdict(tile - 1) ? tile - 1 : max(Config::has_band ? t.clear.first : 0, own.first);
 #pragma unroll 1
       do {
-        step<false>(softmax, rO, rP, row_begin, --tile);
+        --tile;
+        step<false>(softmax, rO, rP, row_begin, tile, tile == own.first);
       } while (tile > end);
     }
   }
 
-  __device__ __forceinline__ void first_step(Softmax& softmax, Weights& rP, int row_begin, int tile) {
+  __device__ __forceinline__ void first_step(Softmax& softmax, Weights& rP, int row_begin, int tile, bool last) {
     Scores rS;
     Maxima maxima;
     shared.q_ring.wait_full(q_at);
-    shared.k_ring.wait_full(k_at);
+    wait_full_in_turn(shared.k_ring, k_at);
     wait_turn();
     issue_scores(rS);
     pass_turn();
     wgmma_wait<0>();
     pin_accumulators(rS);
-    release(shared.k_ring, k_at);
+    release_scored(last);
     weigh<true>(softmax, rS, maxima, row_begin, tile);
     pack_weights(rP, rS);
   }
