@@ -73,3 +73,59 @@ def test_hidden_nan_reaches_the_rows_that_see_it_alone(variant):
         check_forward(out, q, k, v, lse=lse, causal=True)
         assert np.isnan(out[0, place:, 0, 5]).all() and not np.isnan(out[0, :place]).any()
         v[0, place, 0, 5] = 1
+
+
+@pytest.mark.parametrize("way", ["grows", "shrinks", "jumps", "differs by row", "negative"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_maxima_that_grow_from_tile_to_tile(variant, way):
+    """References of rows are raised again and again, or in some rows of a warp only; never their neighbours'."""
+    n = 300
+    q, k, v = inputs(1, n, n, 1, 1, 64, 64, "bfloat16")
+    place = np.linspace(0, 1, n, dtype=np.float32)[None, :, None, None]
+    factor = {"grows": 1 + 40 * (1 - place), "shrinks": 1 + 40 * place, "jumps": np.where(place < 0.3, 60, 1)}.get(
+        way, 1
+    )
+    k = (k.astype(np.float32) * factor).astype(k.dtype)
+    if way == "differs by row":
+        q = (q.astype(np.float32) * np.where(np.arange(n) % 7 == 3, 50, 0.1)[None, :, None, None]).astype(q.dtype)
+    if way == "negative":  # every score; numbers below zero compare the other way round as integers
+        q, k = np.abs(q), -np.abs(k)
+        k[:, ::37] = -k[:, ::37]
+        q[:, ::5] = -q[:, ::5]
+    out, lse = attend(variant, q, k, v, Way(3, True))
+    check_forward(out, q, k, v, lse=lse)
+    alone, alone_lse = attend(variant, q[:, 130:143].copy(), k, v, Way(4, False))
+    np.testing.assert_array_equal(alone.view(np.uint16), out[:, 130:143].view(np.uint16))
+    np.testing.assert_array_equal(alone_lse, lse[..., 130:143])
+
+
+@pytest.mark.parametrize("size", [3e2, 1e8, 1.2e19])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_scores_far_from_zero(variant, size):
+    """Each query agrees with one key so much that its output is that key's value and its lse that score."""
+    d = 64
+    _, _, v = inputs(1, d, 4 * d, 1, 1, d, d, "bfloat16")
+    ordinary = inputs(1, d, d, 1, 1, d, d, "bfloat16", seed=1)[0]
+    eye = (np.eye(d) * size).astype(v.dtype)[None, :, None, :]
+    k = np.concatenate([np.zeros_like(eye), np.zeros_like(eye), np.zeros_like(eye), eye], axis=1)
+    for keys in (k, k[:, ::-1].copy()):  # met in the first tile, and in the last
+        rows = np.arange(d) % 3 == 0
+        q = np.where(rows[None, :, None, None], eye, ordinary).astype(v.dtype)
+        out, lse = attend(variant, q, keys, v, Way(5, True), scale=1.0)
+        best = np.argmax(keys[0, :, 0].astype(np.float64) @ eye[0, :, 0].astype(np.float64).T, axis=0)
+        np.testing.assert_array_equal(out[0, rows, 0], v[0, best[rows], 0])
+        np.testing.assert_allclose(lse[0, 0, rows], float(eye[0, 0, 0, 0]) ** 2, rtol=1e-6)
+
+
+def test_equal_scores_far_from_zero_share_the_weight():
+    """Their references must be subtracted exactly, whichever tile they are in."""
+    q = np.full((1, 70, 1, 64), 1e6, DTYPES["bfloat16"])
+    k = np.full((1, 400, 1, 64), -1e6, DTYPES["bfloat16"])
+    k[:, [3, 200, 390]] = 1e6
+    v = inputs(1, 1, 400, 1, 1, 64, 64, "bfloat16")[2]
+    for variant, way in itertools.product(VARIANTS, WAYS):
+        out, _ = attend(variant, q, k, v, way)
+        want = v[0, [3, 200, 390], 0].astype(np.float64).mean(axis=0)
+        np.testing.assert_allclose(
+            out[0, :, 0].astype(np.float64), np.broadcast_to(want, (70, 64)), rtol=2**-8, atol=1e-3
+        )

@@ -133,4 +133,16 @@ __device__ __forceinline__ float lane_row_max(const float (&rS)[MTiles][NTiles][
   return chain[0];
 }
 
+// The same where `start` is at least +0: then numbers compare as their bits do as signed integers, and of those sm_90
+// compares three in one instruction. A NaN may be the result.
+template <int MTiles, int NTiles>
+__device__ __forceinline__ float lane_row_max_from_zero(const float (&rS)[MTiles][NTiles][4], int m, int half,
+                                                        float start) {
+  int largest = __float_as_int(start);
+#pragma unroll
+  for (int n = 0; n < NTiles; ++n)
+    largest = max(max(largest, __float_as_int(rS[m][n][2 * half])), __float_as_int(rS[m][n][2 * half + 1]));
+  return __int_as_float(largest);
+}
+
 }  // namespace cuflash

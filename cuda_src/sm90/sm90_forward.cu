@@ -272,31 +272,58 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // What a warp knows of the new maxima of its rows.
+  // What a warp knows of the maxima of its rows.
   struct Maxima {
-    float factor[1][2];  // what the rows have accumulated must be multiplied with it
-    bool raised;         // whether some factor may not be 1
+    float factor[1][2];        // what the rows have accumulated must be multiplied with it
+    bool raised;               // whether some factor may not be 1
+    bool far = false;          // whether some reference is far from 0
+    bool nonnegative = false;  // whether all maxima are at least +0
   };
 
-  // Scores to weights.
+  // Scores to weights, row by row: the exponentials of the first run beside the search for the maximum of the second.
+  // Before those of the second the output of the tile before is waited for and rescaled.
   template <bool Masked>
-  __device__ __forceinline__ void weigh(Softmax& softmax, Scores& rS, Maxima& maxima, int row_begin, int tile) const {
+  __device__ __forceinline__ void weigh(Softmax& softmax, Scores& rS, Output& rO, Weights& rP, Maxima& maxima,
+                                        int row_begin, int tile) {
     stage_scores<Config::score>(rS, p);
     if constexpr (Masked) mask_scores<Config::has_band>(rS, p, row_begin + row, tile * Shape::tile_n + 2 * (lane % 4));
-    // Row by row: the exponentials of the first run beside the search for the maximum of the second.
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      // The votes are on the lanes' maxima, one of which is the row's, so that they run beside the shuffles.
-      const float old = softmax.row_max[0][half];
-      const float lane_max = lane_row_max<Config::chains>(rS, 0, half, old);
-      const bool far = __any_sync(0xFFFFFFFFu, is_far_reference(lane_max, p.exp2_scale));
-      const bool raised = !Config::lazy_rescale || __any_sync(0xFFFFFFFFu, lane_max > old);
-      maxima.raised = half == 0 ? raised : maxima.raised | raised;
-      const float tile_max = combine_quad(lane_max, [](float a, float b) { return fmaxf(a, b); });
-      maxima.factor[0][half] = softmax.raise_max(0, half, tile_max, p.exp2_scale);
-      if (far) softmax.subtract_far_reference(rS, 0, half, p.exp2_scale);
-      softmax.exponentiate(rS, 0, half, p.exp2_scale);
+    if (!Masked && maxima.nonnegative) {  // masked tiles are few, and a copy of this code is long
+      weigh_rows<true>(softmax, rS, rO, rP, maxima);
+    } else {
+      weigh_rows<false>(softmax, rS, rO, rP, maxima);
+      const float (&row_max)[2] = softmax.row_max[0];
+      maxima.nonnegative = __all_sync(0xFFFFFFFFu, (__float_as_int(row_max[0]) | __float_as_int(row_max[1])) >= 0);
     }
+  }
+
+  template <bool NonNegative>
+  __device__ __forceinline__ void weigh_rows(Softmax& softmax, Scores& rS, Output& rO, Weights& rP, Maxima& maxima) {
+    maxima.factor[0][0] = maxima.factor[0][1] = 1.0f;
+    maxima.raised = false;
+    find_max<NonNegative>(softmax, rS, maxima, 0);
+    softmax.exponentiate(rS, 0, 0, p.exp2_scale);
+    pin_accumulators(rS);
+    find_max<NonNegative>(softmax, rS, maxima, 1);
+    wgmma_wait<0>();
+    pin_accumulators(rO);
+    if (maxima.raised) rescale<false>(rO, maxima.factor);
+    softmax.exponentiate(rS, 0, 1, p.exp2_scale);
+    pack_weights(rP, rS);
+  }
+
+  // While no lane of the warp finds a score above the maximum of its row there is nothing to do.
+  template <bool NonNegative>
+  __device__ __forceinline__ void find_max(Softmax& softmax, Scores& rS, Maxima& maxima, int half) const {
+    const float old = softmax.row_max[0][half];
+    const float lane_max =
+        NonNegative ? lane_row_max_from_zero(rS, 0, half, old) : lane_row_max<Config::chains>(rS, 0, half, old);
+    const bool raised = __any_sync(0xFFFFFFFFu, lane_max > old);
+    if (!raised && !maxima.far) return;
+    const float tile_max = combine_quad(lane_max, [](float a, float b) { return fmaxf(a, b); });
+    maxima.factor[0][half] = softmax.raise_max(0, half, tile_max, p.exp2_scale);
+    maxima.raised |= raised;
+    maxima.far = __any_sync(0xFFFFFFFFu, softmax.is_far(0, 0, p.exp2_scale) || softmax.is_far(0, 1, p.exp2_scale));
+    if (maxima.far) softmax.subtract_far_reference(rS, 0, half, p.exp2_scale);
   }
 
   static __device__ __forceinline__ void pack_weights(Weights& rP, const Scores& rS) {
@@ -334,9 +361,9 @@ struct Consumer {
 
   // The scores of `tile` beside the output of the tile before it.
   template <bool Masked>
-  __device__ __forceinline__ void step(Softmax& softmax, Output& rO, Weights& rP, int row_begin, int tile, bool last) {
+  __device__ __forceinline__ void step(Softmax& softmax, Maxima& maxima, Output& rO, Weights& rP, int row_begin,
+                                       int tile, bool last) {
     Scores rS;
-    Maxima maxima;
     wait_full_in_turn(shared.k_ring, k_at);
     wait_turn();
     issue_scores(rS);
@@ -347,12 +374,8 @@ struct Consumer {
     pin_accumulators(rS);
     release_scored(last);
     if (Config::early_wait) pin_accumulators(rO);
-    weigh<Masked>(softmax, rS, maxima, row_begin, tile);
-    wgmma_wait<0>();
-    pin_accumulators(rO);
+    weigh<Masked>(softmax, rS, rO, rP, maxima, row_begin, tile);
     release(shared.v_ring, v_at);
-    if (maxima.raised) rescale<false>(rO, maxima.factor);
-    pack_weights(rP, rS);
   }
 
   // Key tiles that some of the warpgroup's rows see; none when it has no rows.
@@ -408,28 +431,29 @@ struct Consumer {
     const KeyTiles own_clear =
         in_uniform_registers(KeyTiles::without_mask<Config::has_band, 64, Shape::tile_n>(p, row_begin + 64 * group));
     int tile = own.last - 1;
-    first_step(softmax, rP, row_begin, tile, tile == own.first);
+    Maxima maxima;
+    first_step(softmax, maxima, rO, rP, row_begin, tile, tile == own.first);
 #pragma unroll 1
     while (true) {
       if (t.needs_verdict(tile)) silence_nonfinite<true>(rO, row_begin, tile);
       if (tile == own.first) return;
       if (Config::has_band && !own_clear.contains(tile - 1)) {
         --tile;
-        step<true>(softmax, rO, rP, row_begin, tile, tile == own.first);
+        step<true>(softmax, maxima, rO, rP, row_begin, tile, tile == own.first);
         continue;
       }
       const int end = t.needs_verdict(tile - 1) ? tile - 1 : max(Config::has_band ? t.clear.first : 0, own.first);
 #pragma unroll 1
       do {
         --tile;
-        step<false>(softmax, rO, rP, row_begin, tile, tile == own.first);
+        step<false>(softmax, maxima, rO, rP, row_begin, tile, tile == own.first);
       } while (tile > end);
     }
   }
 
-  __device__ __forceinline__ void first_step(Softmax& softmax, Weights& rP, int row_begin, int tile, bool last) {
+  __device__ __forceinline__ void first_step(Softmax& softmax, Maxima& maxima, Output& rO, Weights& rP, int row_begin,
+                                             int tile, bool last) {
     Scores rS;
-    Maxima maxima;
     shared.q_ring.wait_full(q_at);
     wait_full_in_turn(shared.k_ring, k_at);
     wait_turn();
@@ -438,8 +462,7 @@ struct Consumer {
     wgmma_wait<0>();
     pin_accumulators(rS);
     release_scored(last);
-    weigh<true>(softmax, rS, maxima, row_begin, tile);
-    pack_weights(rP, rS);
+    weigh<true>(softmax, rS, rO, rP, maxima, row_begin, tile);
   }
 
   __device__ __forceinline__ void store(const TileCoordinate& c, Softmax& softmax, const Output& rO) const {

@@ -44,9 +44,6 @@ class Sm90ForwardConfig:
         Whether the warpgroups take turns at issuing their products.
     chains : int
         Independent maxima in a thread's search for the largest score of a row.
-    lazy_rescale : bool
-        Whether O is only rescaled when a row of the warp has a new maximum. Looking costs more than it saves while O
-        is narrow.
     early_wait : bool
         Whether the product with V is waited for before the scores are staged, which frees the registers of P for that.
     out_vector_bytes : int
@@ -70,7 +67,6 @@ class Sm90ForwardConfig:
     stages: int
     take_turns: bool
     chains: int
-    lazy_rescale: bool
     early_wait: bool
     out_vector_bytes: int
     exact_dim: bool
@@ -167,7 +163,6 @@ class Sm90Forward(CudaVariant):
             stages=_STAGES,
             take_turns=True,
             chains=1 if warpgroups == 3 else 4,
-            lazy_rescale=tile_dv > 128,
             early_wait=problem.softcap > 0,
             out_vector_bytes=operands.out.store_bytes,
             exact_dim=problem.head_dim_v == tile_dv,

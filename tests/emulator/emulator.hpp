@@ -369,6 +369,9 @@ inline bool __any_sync(unsigned, bool vote) {
   return emulator::warp_value("vote.any", vote,
                               [](const bool* v, int) { return std::any_of(v, v + 32, [](bool x) { return x; }); });
 }
+inline bool __all_sync(unsigned, bool vote) {
+  return !__any_sync(0xFFFFFFFFu, !vote);
+}
 inline unsigned __reduce_or_sync(unsigned, unsigned value) {
   return emulator::warp_value("redux.or", value, [](const unsigned* v, int) {
     unsigned all = 0;
