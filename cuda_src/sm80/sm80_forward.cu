@@ -295,9 +295,23 @@ __device__ __forceinline__ void combine_lanes(float (&value)[Shape::m_tiles][2],
   }
 }
 
-// The weights of one tile in rP, relative to the running maxima. Pairs of warps swap theirs at the barrier that also
-// publishes the values.
-__device__ __forceinline__ void weigh_tile(Softmax& softmax, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
+// Raises the maxima of rows to `row`, each lane's own, and rescales rO. Says whether a reference is far from 0.
+__device__ __forceinline__ bool raise_maxima(Softmax& softmax, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
+                                             float (&row)[Shape::m_tiles][2], const ForwardParams& p, unsigned sRow) {
+  combine_lanes(row, sRow, [](float a, float b) { return fmaxf(a, b); });
+  bool far = false;
+  for_each_row([&](int m, int half) {
+    row[m][half] = softmax.raise_max(m, half, row[m][half], p.exp2_scale);  // from here on the factor for rO
+    far |= softmax.is_far(m, half, p.exp2_scale);
+  });
+  rescale<true>(rO, row);
+  return __any_sync(0xFFFFFFFFu, far);
+}
+
+// The weights of one tile in rP, relative to the running maxima; `far` says whether one is far from 0. A warp that has
+// its rows to itself has nothing to do to the maxima while none of its lanes finds a larger score. Pairs of warps swap
+// theirs, and their weights at the barrier that also publishes the values.
+__device__ __forceinline__ void weigh_tile(Softmax& softmax, bool& far, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
                                            unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4],
                                            const KeyValueRing& ring, const ForwardParams& p, unsigned shared,
                                            int row_begin, int tile, bool masked) {
@@ -306,17 +320,14 @@ __device__ __forceinline__ void weigh_tile(Softmax& softmax, float (&rO)[Shape::
   query_key(rS, sQ, ring.k_tile(tile));
   stage_scores<Config::score>(rS, p);
   if (masked) mask_tile(rS, p, row_begin, tile * Shape::tile_n);
-  float row[Shape::m_tiles][2];  // of each of this thread's rows: the tile's maximum, then the factor for rO
-  for_each_row([&](int m, int half) { row[m][half] = lane_row_max(rS, m, half, negative_infinity()); });
-  combine_lanes(row, sRow, [](float a, float b) { return fmaxf(a, b); });
-  bool far = false;
+  float row[Shape::m_tiles][2];
+  bool raised = Shape::warps_n == 2;
   for_each_row([&](int m, int half) {
-    row[m][half] = softmax.raise_max(m, half, row[m][half], p.exp2_scale);
-    far |= softmax.is_far(m, half, p.exp2_scale);
+    row[m][half] = lane_row_max(rS, m, half, softmax.row_max[m][half]);
+    raised |= row[m][half] > softmax.row_max[m][half];
   });
-  rescale<true>(rO, row);
-  if (__any_sync(0xFFFFFFFFu, far))
-    for_each_row([&](int m, int half) { softmax.subtract_far_reference(rS, m, half, p.exp2_scale); });
+  if (Shape::warps_n == 2 || __any_sync(0xFFFFFFFFu, raised)) far = raise_maxima(softmax, rO, row, p, sRow);
+  if (far) for_each_row([&](int m, int half) { softmax.subtract_far_reference(rS, m, half, p.exp2_scale); });
   for_each_row([&](int m, int half) { softmax.exponentiate(rS, m, half, p.exp2_scale); });
   pack_weights(rP, rS);
   if constexpr (Shape::warps_n == 2) {
@@ -390,13 +401,13 @@ __device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileC
   softmax.init();
   float rO[Shape::m_tiles][Shape::d_tiles][4] = {};
 
-  bool first = true;
+  bool first = true, far = false;
 #pragma unroll 1
   for (int tile = tiles.last - 1; tile >= tiles.first; --tile, first = false) {
     const bool masked = needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, row_begin, tile);
     ring.acquire(tile, first);
     unsigned rP[Shape::n_tiles / 2][Shape::m_tiles][4];
-    weigh_tile(softmax, rO, rP, ring, p, shared, row_begin, tile, masked);
+    weigh_tile(softmax, far, rO, rP, ring, p, shared, row_begin, tile, masked);
     ring.fetch_ahead(tile, tiles);
     if constexpr (Shape::warps_n == 1) ring.take_turns();
     ring.replace_keys(tile, tiles);
