@@ -4,7 +4,8 @@
     python benchmarks/tile_sweep.py --variant sm90           # the same for sm90, beside torch cuDNN and FA3
     python benchmarks/tile_sweep.py --d 128 -- "tile_n=48" "stages=1,blocks_per_sm=3"
 
-Each positional argument is a set of Config fields to change from the tile that cuflash would take. Every Config is
+Each positional argument is a set of Config fields to change from the tile that cuflash would take; "stages=1|2,tile_n=64|96"
+is all four combinations. Configs that spill registers are left out. Every other one is
 compared with float64 before it is timed; all of them and the peers are timed in turns in one process, on random normal
 inputs. FA3 is the JAX package dew-flash-attn-cu13 where it is installed; it is timed on the host's clock, many calls in
 one jitted function less a few.
@@ -13,6 +14,7 @@ one jitted function less a few.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import time
@@ -83,23 +85,32 @@ def relative_error(variant: Any, case: Case, dim: int, causal: bool) -> float:
     return max(errors, key=lambda error: (error != error, error))
 
 
-def build(variant: Any, dims: list[int], changes: list[str]) -> dict[tuple[int, bool], list[Case]]:
+def combinations(change: str) -> list[dict[str, str]]:
+    """The changes of fields that one positional argument stands for."""
+    names, values = zip(*(part.split("=") for part in change.split(",")), strict=True)
+    return [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*(v.split("|") for v in values))]
+
+
+def build(variant: Any, dims: list[int], masks: list[str], changes: list[str]) -> dict[tuple[int, bool], list[Case]]:
     """Compile all Configs, in parallel, and keep those that are right."""
     device = device_info(0)
     wanted = []
+    changed = [{}, *(fields for change in changes for fields in combinations(change))]
     for dim in dims:
-        for causal in (False, True):
+        for causal in (mask == "causal" for mask in masks):
             problem = shape(1, 4096, 1, dim, causal)
             base = variant.config(problem, contiguous_operands(problem), device)
-            for change in ["", *changes]:
-                fields = dict(part.split("=") for part in change.split(",") if part)
+            for fields in changed:
                 config = replace(base, **{k: type(getattr(base, k))(int(x)) for k, x in fields.items()})
-                wanted.append((dim, causal, change or "default", config))
+                wanted.append((dim, causal, ",".join(f"{k}={x}" for k, x in fields.items()) or "default", config))
     with ThreadPoolExecutor() as pool:
         built = list(pool.map(lambda item: jit.compile_config(item[3], variant.arch(device)), wanted))
     cases: dict[tuple[int, bool], list[Case]] = {}
     for (dim, causal, name, config), kernel in zip(wanted, built, strict=True):
         case = Case(name, config, kernel.report)
+        if kernel.report.spill_store_bytes:
+            print(f"spills: d{dim} {'causal' if causal else 'full'} {name}")
+            continue
         error = relative_error(variant, case, dim, causal)
         if error < 5e-3:
             cases.setdefault((dim, causal), []).append(case)
@@ -191,7 +202,7 @@ def print_table(dim: int, causal: bool, cases: list[Case], seqlens: list[int], c
     print(f"d{dim} {'causal' if causal else 'full'}".ljust(40), *(f"{s:>6}" for s in seqlens), "  regs spills")
     reports = {case.name: case.report for case in cases}
     for which in (1, 0):
-        for name in columns[0][which]:
+        for name in sorted(columns[0][which], key=lambda name: -columns[-1][which][name]):
             report = reports.get(name)
             tail = f"{report.registers:>6} {report.spill_store_bytes:>6}" if report else ""
             print(name.ljust(40), *(f"{column[which][name]:>6.0f}" for column in columns), tail)
@@ -208,10 +219,11 @@ def main() -> None:
     parser.add_argument("--d", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--seqlens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--masks", nargs="+", choices=("full", "causal"), default=["full", "causal"])
     args = parser.parse_args()
     variant = select.load(args.variant)
     print(torch.cuda.get_device_name(), "bfloat16,", TOKENS, "tokens, heads * head_dim =", WIDTH, "- TFLOP/s, medians")
-    for (dim, causal), cases in build(variant, args.d, args.changes).items():
+    for (dim, causal), cases in build(variant, args.d, args.masks, args.changes).items():
         columns = [measure(variant, cases, dim, seqlen, causal, args.rounds) for seqlen in args.seqlens]
         print_table(dim, causal, cases, args.seqlens, columns)
 
