@@ -4,9 +4,9 @@
     python benchmarks/tile_sweep.py --variant sm90           # the same for sm90, beside torch cuDNN and FA3
     python benchmarks/tile_sweep.py --d 128 -- "tile_n=48" "stages=1,blocks_per_sm=3"
 
-Each positional argument is a set of Config fields to change from the tile that cuflash would take; "stages=1|2,tile_n=64|96"
-is all four combinations. Configs that spill registers are left out. Every other one is
-compared with float64 before it is timed; all of them and the peers are timed in turns in one process, on random normal
+Each positional argument is a set of Config fields to change from the tile that cuflash would take;
+"stages=1|2,tile_n=64|96" stands for all four combinations. Configs that spill registers are left out. The others are
+compared with float64 before they are timed, all of them and the peers in turns in one process, on random normal
 inputs. FA3 is the JAX package dew-flash-attn-cu13 where it is installed; it is timed on the host's clock, many calls in
 one jitted function less a few.
 """
