@@ -1,6 +1,8 @@
 // Element types as tags, and the conversions between two floats and one packed pair.
 #pragma once
 
+#include "ptx/convert.cuh"
+
 namespace cuflash {
 
 using int64 = long long;
@@ -19,16 +21,12 @@ __device__ __forceinline__ unsigned pack(float low, float high);
 
 template <>
 __device__ __forceinline__ unsigned pack<bfloat16>(float low, float high) {
-  unsigned packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
+  return pack_bfloat16(low, high);
 }
 
 template <>
 __device__ __forceinline__ unsigned pack<float16>(float low, float high) {
-  unsigned packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
+  return pack_float16(low, high);
 }
 
 template <class Element>
@@ -41,9 +39,7 @@ __device__ __forceinline__ float unpack<bfloat16>(unsigned short bits) {
 
 template <>
 __device__ __forceinline__ float unpack<float16>(unsigned short bits) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
+  return unpack_float16(bits);
 }
 
 // sum + 0 * pair in both halves: stays 0 while every pair is finite, is NaN from the first inf or NaN on.
@@ -52,14 +48,12 @@ __device__ __forceinline__ unsigned add_zero_times(unsigned pair, unsigned sum);
 
 template <>
 __device__ __forceinline__ unsigned add_zero_times<bfloat16>(unsigned pair, unsigned sum) {
-  asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0u));
-  return sum;
+  return fma_bfloat16(pair, 0u, sum);
 }
 
 template <>
 __device__ __forceinline__ unsigned add_zero_times<float16>(unsigned pair, unsigned sum) {
-  asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0u));
-  return sum;
+  return fma_float16(pair, 0u, sum);
 }
 
 // Whether either half of a packed pair is inf or NaN (its exponent bits are all ones).

@@ -41,6 +41,12 @@ struct TileLayout {
   }
 };
 
+// The packed pair of a tile's elements at (row, column) and (row, column + 1); column is even.
+template <int Dim>
+__device__ __forceinline__ unsigned load_pair(unsigned sTile, int row, int column) {
+  return load_shared(sTile + TileLayout<Dim>::offset(row, column / 8) + 2 * (column % 8));
+}
+
 // Copies (Rows x Dim) tiles with Threads threads. A thread always handles the same 16-byte column, so that its column
 // predicate and pointer are computed once. VectorBytes is the alignment that every row of the source has.
 template <int Rows, int Dim, int Threads, int VectorBytes, bool ExactDim>
@@ -128,12 +134,13 @@ struct FragmentAddress {
   static constexpr int span_bytes = Layout::span_blocks * 32;
   unsigned origin;  // the lane's address in block (0, 0)
 
-  // A operand, and B operand read with .trans: matrices ordered down the rows first.
+  // A operand, and B operand read with .trans (the tile holds B as rows): matrices ordered down the rows first.
   static __device__ __forceinline__ FragmentAddress rows_first(unsigned sTile, int lane) {
     return {sTile + Layout::offset(lane & 15, lane >> 4)};
   }
 
-  // B operand read without .trans: matrices ordered along Dim first.
+  // B operand read without .trans (the tile holds B^T), and A operand read with it (the tile holds A^T): matrices
+  // ordered along Dim first.
   static __device__ __forceinline__ FragmentAddress columns_first(unsigned sTile, int lane) {
     return {sTile + Layout::offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)};
   }
@@ -146,6 +153,9 @@ struct FragmentAddress {
 
   // Moves on by whole spans along Dim, for loops that are not unrolled.
   __device__ __forceinline__ void next_span(int spans) { origin += spans * span_bytes; }
+
+  // Moves on by blocks of 16 rows.
+  __device__ __forceinline__ void next_rows(int blocks) { origin += blocks * 16 * Layout::row_bytes; }
 
   template <int Parts = 1>
   __device__ __forceinline__ unsigned block(int row_block, int dim_block) const {
