@@ -312,10 +312,6 @@ def _fields(tile: _Tile, problem: Problem, operands: BackwardOperands, outputs: 
     del fields["max_dim"]
     if tile_d % 64 or tile_dv % 64:
         fields["warps_n"] = 2
-    for name, dim in (("rolled_spans", min(tile_d, tile_dv)),):
-        if dim <= 64:
-            fields[name] = 0
-    fields["row_blocks"] = min(fields["row_blocks"], tile.tile_m // 16)
     return {
         "element": problem.dtype,
         "tile_d": tile_d,
@@ -412,3 +408,49 @@ def finish_config(problem: Problem, operands: BackwardOperands, device: DeviceIn
         exact_dims=problem.head_dim == tile_d,
         reduce_width=_reduce_width(device),
     )
+
+
+def configs(
+    problem: Problem, operands: BackwardOperands, device: DeviceInfo, *, deterministic: bool = False
+) -> tuple[Any, ...]:
+    """The Configs of a whole backward pass in the order of their launches."""
+    first = prepare_config(problem, operands, deterministic=deterministic)
+    keys = backward_config(problem, operands, device, deterministic=deterministic)
+    if deterministic:
+        return first, keys, query_config(problem, operands, device)
+    return first, keys, finish_config(problem, operands, device)
+
+
+def ci_configs() -> Iterator[tuple[Any, str, tuple[str, ...]]]:
+    """See :func:`cuflash.variants.ci_configs`."""
+    masks: tuple[dict[str, Any], ...] = ({}, {"diag_upper": 0})
+    dims = [(d, d) for d in range(32, 257, 32)] + [(192, 128), (64, 256), (256, 32)]
+    cases: list[tuple[str, int, dict[str, Any]]] = []
+    for arch in ("sm_80", "sm_86", "sm_89", "sm_90"):
+        cases += [(arch, 16, {"head_dim": d, "head_dim_v": dv}) for d, dv in dims]
+    for d in (64, 128, 256):
+        cases += [("sm_90", align, {"head_dim": d - 5, "head_dim_v": d - 5}) for align in (16, 8, 4, 2)]
+        extras: tuple[dict[str, Any], ...] = ({"dtype": "float16"}, {"softcap": 30.0}, {"scale": -1.0})
+        cases += [("sm_90", 16, {"head_dim": d, "head_dim_v": d, **extra}) for extra in extras]
+    base = {"batch": 1, "seqlen_q": 256, "seqlen_k": 256, "heads_q": 1, "heads_kv": 1, "dtype": "bfloat16", "scale": 1.0}
+    seen = set()
+    for arch, alignment, extra in cases:
+        operand = Operand((0, 0, 0), alignment)
+        operands = BackwardOperands(*[operand] * 8)
+        for mask in masks:
+            problem = Problem(**{**base, **extra, **mask})
+            for deterministic in (False, True):
+                for config in configs(problem, operands, known_device(arch), deterministic=deterministic):
+                    if (config, arch) not in seen:
+                        seen.add((config, arch))
+                        yield config, arch, _expected(config, alignment)
+
+
+def _expected(config: Any, alignment: int) -> tuple[str, ...]:
+    """SASS opcodes that a kernel must contain."""
+    if isinstance(config, Sm80BackwardPrepareConfig | Sm80BackwardFinishConfig):
+        return ("STG",)
+    opcodes = ("HMMA", "LDSM") if alignment == 2 else ("HMMA", "LDSM", "LDGSTS")
+    if isinstance(config, Sm80BackwardConfig) and config.accumulate_dq:
+        opcodes += ("REDG",) if config.reduce_width == 4 else ("RED",)
+    return opcodes
