@@ -29,6 +29,7 @@ struct Shape {
   static constexpr int q_bytes = 2 * tile_m * tile_d, dout_bytes = 2 * tile_m * tile_dv;
   static constexpr int k_bytes = 2 * tile_n * tile_d, v_bytes = 2 * tile_n * tile_dv;
   static constexpr int score_bytes = 2 * tile_m * tile_n;  // of P or dS
+  static constexpr int load_unroll = Config::vector_bytes == 2 ? 1 : 4;
   using QLoader = TileLoader<tile_m, tile_d, threads, Config::vector_bytes, Config::exact_dims>;
   using DoutLoader = TileLoader<tile_m, tile_dv, threads, Config::vector_bytes, Config::exact_dims>;
   using KLoader = TileLoader<tile_n, tile_d, threads, Config::vector_bytes, Config::exact_dims>;

@@ -47,8 +47,8 @@ __device__ __forceinline__ void fetch_keys(const BackwardParams& p, const KeyTil
   const int keys_left = p.seqlen_k - static_cast<int>(key);
   const char* gK = static_cast<const char*>(p.k) + c.batch * p.k_batch + c.head * p.k_head + key * p.k_row;
   const char* gV = static_cast<const char*>(p.v) + c.batch * p.v_batch + c.head * p.v_head + key * p.v_row;
-  Shape::KLoader(rematerialized_thread(), p.head_dim).load<true>(s.k(), gK, p.k_row, keys_left);
-  Shape::VLoader(rematerialized_thread(), p.head_dim_v).load<true>(s.v(), gV, p.v_row, keys_left);
+  Shape::KLoader(rematerialized_thread(), p.head_dim).load<true, Shape::load_unroll>(s.k(), gK, p.k_row, keys_left);
+  Shape::VLoader(rematerialized_thread(), p.head_dim_v).load<true, Shape::load_unroll>(s.v(), gV, p.v_row, keys_left);
 }
 
 __device__ __forceinline__ void fetch_queries(const BackwardParams& p, int batch, const QueryStep& step,
@@ -58,8 +58,10 @@ __device__ __forceinline__ void fetch_queries(const BackwardParams& p, int batch
   const char* gQ = static_cast<const char*>(p.q) + batch * p.q_batch + step.head * p.q_head + row * p.q_row;
   const char* gdO =
       static_cast<const char*>(p.dout) + batch * p.dout_batch + step.head * p.dout_head + row * p.dout_row;
-  Shape::QLoader(rematerialized_thread(), p.head_dim).load<true>(s.q(step.stage), gQ, p.q_row, rows_left);
-  Shape::DoutLoader(rematerialized_thread(), p.head_dim_v).load<true>(s.dout(step.stage), gdO, p.dout_row, rows_left);
+  Shape::QLoader(rematerialized_thread(), p.head_dim)
+      .load<true, Shape::load_unroll>(s.q(step.stage), gQ, p.q_row, rows_left);
+  Shape::DoutLoader(rematerialized_thread(), p.head_dim_v)
+      .load<true, Shape::load_unroll>(s.dout(step.stage), gdO, p.dout_row, rows_left);
 }
 
 // First of a warp's 8 keys that are half of a 16-row fragment of dK and dV.

@@ -35,8 +35,9 @@ __device__ __forceinline__ void fetch_queries(const BackwardParams& p, const Til
   const int64 row = row_begin;
   const char* gQ = static_cast<const char*>(p.q) + c.batch * p.q_batch + c.head * p.q_head + row * p.q_row;
   const char* gdO = static_cast<const char*>(p.dout) + c.batch * p.dout_batch + c.head * p.dout_head + row * p.dout_row;
-  Shape::QLoader(rematerialized_thread(), p.head_dim).load<true>(s.q(), gQ, p.q_row, rows_left);
-  Shape::DoutLoader(rematerialized_thread(), p.head_dim_v).load<true>(s.dout(), gdO, p.dout_row, rows_left);
+  Shape::QLoader(rematerialized_thread(), p.head_dim).load<true, Shape::load_unroll>(s.q(), gQ, p.q_row, rows_left);
+  Shape::DoutLoader(rematerialized_thread(), p.head_dim_v)
+      .load<true, Shape::load_unroll>(s.dout(), gdO, p.dout_row, rows_left);
   s.rows().fetch(p, c.batch, c.head, row_begin);
 }
 
@@ -46,8 +47,9 @@ __device__ __forceinline__ void fetch_keys(const BackwardParams& p, const TileCo
   const int keys_left = p.seqlen_k - static_cast<int>(key), kv_head = c.head / p.group;
   const char* gK = static_cast<const char*>(p.k) + c.batch * p.k_batch + kv_head * p.k_head + key * p.k_row;
   const char* gV = static_cast<const char*>(p.v) + c.batch * p.v_batch + kv_head * p.v_head + key * p.v_row;
-  Shape::KLoader(rematerialized_thread(), p.head_dim).load<true>(s.k(tile), gK, p.k_row, keys_left);
-  Shape::VLoader(rematerialized_thread(), p.head_dim_v).load<true>(s.v(tile), gV, p.v_row, keys_left);
+  Shape::KLoader(rematerialized_thread(), p.head_dim).load<true, Shape::load_unroll>(s.k(tile), gK, p.k_row, keys_left);
+  Shape::VLoader(rematerialized_thread(), p.head_dim_v)
+      .load<true, Shape::load_unroll>(s.v(tile), gV, p.v_row, keys_left);
 }
 
 // dS of one key tile to shared memory, published. Says whether an inf or NaN there may be hidden by a mask.

@@ -72,10 +72,11 @@ struct TileLoader {
   }
 
   // Loads rows [0, rows_left) of the tile at gTile and zero-fills the others; CheckRows = false when all rows exist.
-  template <bool CheckRows>
+  // Unroll passes at a time: those that go through registers hold all of them at once.
+  template <bool CheckRows, int Unroll = passes>
   __device__ __forceinline__ void load(unsigned sTile, const char* gTile, int64 row_stride, int rows_left) const {
     const char* source = gTile + row * row_stride + 16 * chunk;
-#pragma unroll
+#pragma unroll(Unroll)
     for (int pass = 0; pass < passes; ++pass) {
       const int r = row + pass * rows_per_pass;
       const unsigned target = sTile + Layout::offset(r, chunk);

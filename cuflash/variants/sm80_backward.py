@@ -269,7 +269,8 @@ _TILES = (
 )
 
 _QUERY_TILES = (
-    _Tile(64, 128, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=2),
+    _Tile(64, 64, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=3),
+    _Tile(64, 64, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=2),
     _Tile(64, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=2, rolled_spans=1),
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2, rolled_spans=1),
