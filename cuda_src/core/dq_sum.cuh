@@ -23,7 +23,11 @@ struct QueryGradientSum {
 
   // This lane's part of the fragment at 16-row block `row_block` and 8-column block `column_block`.
   __device__ __forceinline__ float* at(int row_block, int column_block, int lane) const {
-    return base + (row_block * (TileD / 8) + column_block) * fragment + lane * Width;
+    return base + distance(row_block, column_block) + lane * Width;
+  }
+
+  static constexpr __device__ __forceinline__ int distance(int row_blocks, int column_blocks) {
+    return (row_blocks * (TileD / 8) + column_blocks) * fragment;
   }
 
   static __device__ __forceinline__ void add(float* target, const float (&value)[4]) {

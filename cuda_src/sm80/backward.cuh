@@ -29,7 +29,9 @@ struct Shape {
   static constexpr int q_bytes = 2 * tile_m * tile_d, dout_bytes = 2 * tile_m * tile_dv;
   static constexpr int k_bytes = 2 * tile_n * tile_d, v_bytes = 2 * tile_n * tile_dv;
   static constexpr int score_bytes = 2 * tile_m * tile_n;  // of P or dS
+  // Passes of a tile copy at a time. More need more registers than the loop has, but where no row must be checked.
   static constexpr int load_unroll = Config::vector_bytes == 2 ? 1 : 4;
+  static constexpr int whole_load_unroll = Config::vector_bytes == 16 ? tile_m : load_unroll;
   using QLoader = TileLoader<tile_m, tile_d, threads, Config::vector_bytes, Config::exact_dims>;
   using DoutLoader = TileLoader<tile_m, tile_dv, threads, Config::vector_bytes, Config::exact_dims>;
   using KLoader = TileLoader<tile_n, tile_d, threads, Config::vector_bytes, Config::exact_dims>;
@@ -167,12 +169,31 @@ __device__ __forceinline__ void store_fragments(unsigned sTile, const float (&r)
       }
 }
 
-// P or dS to its tile (tile_m, tile_n).
-__device__ __forceinline__ void store_scores(unsigned sScores, const ScoreFragments& r) {
-  const WarpCoordinate w;
-  store_fragments<Shape::tile_n>(
-      sScores, r, [&](int m, int half) { return w.query_row() + 16 * m + 8 * half; },
-      [&](int n) { return w.key() / 8 + n; });
+// Where a lane's pairs of P or dS go in a tile (tile_m, tile_n): columns by XOR, rows by an offset that is a constant.
+struct ScoreAddress {
+  using Layout = TileLayout<Shape::tile_n>;
+  static_assert(Shape::n_tiles <= 8 && 8 % Shape::n_tiles == 0, "a warp's columns are a part of one span");
+  unsigned origin;
+
+  __device__ __forceinline__ explicit ScoreAddress(unsigned sScores) {
+    const WarpCoordinate w;
+    origin = sScores + Layout::offset(w.query_row() + w.lane / 4, w.key() / 8) + 4 * (w.lane % 4);
+  }
+
+  __device__ __forceinline__ unsigned pair(int m, int half, int n) const {
+    return (origin ^ (n << 4)) + (16 * m + 8 * half) * Layout::row_bytes;
+  }
+};
+
+// P or dS, rounded, to the tile that lies `offset` bytes behind that of the address.
+__device__ __forceinline__ void store_scores(const ScoreAddress& address, int offset, const ScoreFragments& r) {
+#pragma unroll
+  for (int m = 0; m < Shape::m_tiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < Shape::n_tiles; ++n)
+        store_shared(address.pair(m, half, n) + offset, pack<Shape::Element>(r[m][n][2 * half], r[m][n][2 * half + 1]));
 }
 
 // rdQ += dS K.

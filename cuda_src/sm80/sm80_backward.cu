@@ -51,17 +51,19 @@ __device__ __forceinline__ void fetch_keys(const BackwardParams& p, const KeyTil
   Shape::VLoader(rematerialized_thread(), p.head_dim_v).load<true, Shape::load_unroll>(s.v(), gV, p.v_row, keys_left);
 }
 
+template <bool CheckRows>
 __device__ __forceinline__ void fetch_queries(const BackwardParams& p, int batch, const QueryStep& step,
                                               const Storage& s) {
   const int64 row = step.row_begin();
-  const int rows_left = p.seqlen_q - step.row_begin();
+  const int rows_left = CheckRows ? p.seqlen_q - step.row_begin() : 0;
   const char* gQ = static_cast<const char*>(p.q) + batch * p.q_batch + step.head * p.q_head + row * p.q_row;
   const char* gdO =
       static_cast<const char*>(p.dout) + batch * p.dout_batch + step.head * p.dout_head + row * p.dout_row;
-  Shape::QLoader(rematerialized_thread(), p.head_dim)
-      .load<true, Shape::load_unroll>(s.q(step.stage), gQ, p.q_row, rows_left);
-  Shape::DoutLoader(rematerialized_thread(), p.head_dim_v)
-      .load<true, Shape::load_unroll>(s.dout(step.stage), gdO, p.dout_row, rows_left);
+  const Shape::QLoader q(rematerialized_thread(), p.head_dim);
+  q.load<CheckRows, CheckRows ? Shape::load_unroll : Shape::whole_load_unroll>(s.q(step.stage), gQ, p.q_row, rows_left);
+  const Shape::DoutLoader dout(rematerialized_thread(), p.head_dim_v);
+  dout.load<CheckRows, CheckRows ? Shape::load_unroll : Shape::whole_load_unroll>(s.dout(step.stage), gdO, p.dout_row,
+                                                                                  rows_left);
 }
 
 // First of a warp's 8 keys that are half of a 16-row fragment of dK and dV.
@@ -131,13 +133,13 @@ __device__ __forceinline__ void add_query_gradient(const BackwardParams& p, int 
   using Sum = QueryGradientSum<Shape::tile_d, Config::reduce_width>;
   const WarpCoordinate w;
   const Sum sum = Sum::of_rows(p, batch, step.head, step.row_begin());
+  using Layout = TileLayout<Shape::tile_d>;
+  float* first = sum.at(w.query_row() / 16, Layout::part_start<Shape::warps_n>(w.n), w.lane);
 #pragma unroll
   for (int m = 0; m < Shape::m_tiles; ++m)
 #pragma unroll
-    for (int d = 0; d < Shape::d_tiles; ++d) {
-      const int column = TileLayout<Shape::tile_d>::part_chunk<Shape::warps_n>(w.n, d);
-      Sum::add(sum.at(w.query_row() / 16 + m, column, w.lane), rdQ[m][d]);
-    }
+    for (int d = 0; d < Shape::d_tiles; ++d)
+      Sum::add(first + Sum::distance(m, Layout::part_offset<Shape::warps_n>(d)), rdQ[m][d]);
 }
 
 // P and dS of one step to shared memory, published. Says whether an inf or NaN there may be hidden by a mask. `fetch`
@@ -153,8 +155,9 @@ __device__ __forceinline__ bool score_gradients(const BackwardParams& p, const Q
   const bool nonfinite = Config::has_band && masked && !(all_finite(rS) && all_finite(rdP));
   differentiate_softmax(rS, rdP, s.rows(), p);
   if (masked) clear_hidden(rS, rdP, p, step.row_begin(), key_tile * Shape::tile_n);
-  store_scores(s.p(), rS);
-  store_scores(s.ds(), rdP);
+  const ScoreAddress address(s.p());
+  store_scores(address, 0, rS);
+  store_scores(address, Storage::ds_at - Storage::p_at, rdP);
   if (Config::has_band && masked) return __syncthreads_or(nonfinite);
   __syncthreads();
   return false;
@@ -191,7 +194,13 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
     cp_async_commit();
   };
   const auto fetch = [&](const QueryStep& step) {
-    if (step.head < end_head) fetch_queries(p, c.batch, step, s);
+    if (step.head < end_head) {
+      if (step.row_begin() + Shape::tile_m <= p.seqlen_q) {
+        fetch_queries<false>(p, c.batch, step, s);
+      } else {
+        fetch_queries<true>(p, c.batch, step, s);
+      }
+    }
     cp_async_commit();
   };
   QueryStep step{c.head * p.group, tiles.first, 0};

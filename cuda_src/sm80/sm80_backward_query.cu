@@ -64,7 +64,7 @@ __device__ __forceinline__ bool score_gradients(const BackwardParams& p, const S
   const bool nonfinite = Config::has_band && masked && !(all_finite(rS) && all_finite(rdP));
   differentiate_softmax(rS, rdP, s.rows(), p);
   if (masked) clear_hidden(rS, rdP, p, row_begin, tile * Shape::tile_n);
-  store_scores(s.ds(), rdP);
+  store_scores(ScoreAddress(s.ds()), 0, rdP);
   if (Config::has_band && masked) return __syncthreads_or(nonfinite);
   __syncthreads();
   return false;

@@ -31,13 +31,19 @@ struct TileLayout {
     return Parts == 1 ? 0 : 2 * side * (span_blocks / Parts);
   }
 
+  // How far 8-column tile `tile` of a part is from its first chunk. No bit is in both, so they may be added or XORed.
+  template <int Parts>
+  static constexpr __device__ __forceinline__ int part_offset(int tile) {
+    constexpr int blocks = span_blocks / Parts;
+    const int block = tile / 2;
+    return 2 * (block / blocks * span_blocks + block % blocks) + tile % 2;
+  }
+
   // Chunk number of 8-column tile `tile` of a warp that owns that part of every span. Dividing spans rather than Dim
   // makes what depends on the tile a constant for any Dim.
   template <int Parts>
   static constexpr __device__ __forceinline__ int part_chunk(int side, int tile) {
-    constexpr int blocks = span_blocks / Parts;
-    const int block = tile / 2;
-    return part_start<Parts>(side) ^ (2 * (block / blocks * span_blocks + block % blocks) + tile % 2);
+    return part_start<Parts>(side) ^ part_offset<Parts>(tile);
   }
 };
 

@@ -28,7 +28,6 @@ _RESERVED_SHARED = 1024  # bytes of shared memory that the driver takes for each
 ROW_TILE = 128  # the workspace holds this many rows of a head, or a multiple; every tile_m divides it
 _SMALL_TILE = 64  # rows of a block of the kernels before and after
 _SMALL_WARPS = 4
-_ROW_BLOCKS = 2  # more, and ptxas spills fragments that it loads ahead; it divides tile_m / 16 of every tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +251,7 @@ class _Tile:
     stages: int
     blocks_per_sm: int
     rolled_spans: int = 0
+    row_blocks: int = 2
 
 
 # In order of preference for each size: the first whose blocks_per_sm fit a multiprocessor is taken, else the first that
@@ -263,8 +263,8 @@ _TILES = (
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=2, rolled_spans=1),
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2, rolled_spans=1),
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1),
-    _Tile(256, 64, 64, warps=8, warps_n=4, stages=2, blocks_per_sm=1, rolled_spans=1),
-    _Tile(256, 64, 64, warps=8, warps_n=4, stages=1, blocks_per_sm=1, rolled_spans=1),
+    _Tile(256, 64, 64, warps=8, warps_n=4, stages=2, blocks_per_sm=1, rolled_spans=1, row_blocks=1),
+    _Tile(256, 64, 64, warps=8, warps_n=4, stages=1, blocks_per_sm=1, rolled_spans=1, row_blocks=1),
     _Tile(256, 32, 32, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1),
 )
 
@@ -310,7 +310,7 @@ def _reduce_width(device: DeviceInfo) -> int:
 def _fields(tile: _Tile, problem: Problem, operands: BackwardOperands, outputs: tuple[Operand, ...]) -> dict[str, Any]:
     tile_d, tile_dv = _round_up(problem.head_dim, 32), _round_up(problem.head_dim_v, 32)
     fields = asdict(tile)
-    del fields["max_dim"]
+    del fields["max_dim"], fields["row_blocks"]
     if tile_d % 64 or tile_dv % 64:
         fields["warps_n"] = 2
     return {
@@ -359,12 +359,13 @@ def backward_config(
         When no tile fits the device's shared memory.
     """
     own: dict[str, Any] = {
-        "row_blocks": _ROW_BLOCKS,
         "accumulate_dq": not deterministic,
         "reduce_width": 1 if deterministic else _reduce_width(device),
     }
     candidates = [
-        Sm80BackwardConfig(**_fields(tile, problem, operands, (operands.dk, operands.dv)), **own)
+        Sm80BackwardConfig(
+            **_fields(tile, problem, operands, (operands.dk, operands.dv)), row_blocks=tile.row_blocks, **own
+        )
         for tile in _tiles_for(_TILES, problem)
     ]
     chosen: Sm80BackwardConfig = _choose(candidates, device)
