@@ -29,9 +29,9 @@ struct Shape {
   static constexpr int q_bytes = 2 * tile_m * tile_d, dout_bytes = 2 * tile_m * tile_dv;
   static constexpr int k_bytes = 2 * tile_n * tile_d, v_bytes = 2 * tile_n * tile_dv;
   static constexpr int score_bytes = 2 * tile_m * tile_n;  // of P or dS
-  // Passes of a tile copy at a time. More need more registers than the loop has, but where no row must be checked.
-  static constexpr int load_unroll = Config::vector_bytes == 2 ? 1 : 4;
-  static constexpr int whole_load_unroll = Config::vector_bytes == 16 ? tile_m : load_unroll;
+  // Passes of a tile copy at a time: more need more registers than the loops have, except where rows are not checked.
+  static constexpr int load_unroll = Config::vector_bytes == 16 ? 4 : 1;
+  static constexpr bool unchecked_loads = Config::vector_bytes == 16;  // whether it pays to have both kinds
   using QLoader = TileLoader<tile_m, tile_d, threads, Config::vector_bytes, Config::exact_dims>;
   using DoutLoader = TileLoader<tile_m, tile_dv, threads, Config::vector_bytes, Config::exact_dims>;
   using KLoader = TileLoader<tile_n, tile_d, threads, Config::vector_bytes, Config::exact_dims>;
@@ -202,7 +202,7 @@ __device__ __forceinline__ void accumulate_query_gradient(QueryGradient& rdQ, un
   const auto scores =
       FragmentAddress<Shape::tile_n>::rows_first(sdS + w.query_row() * TileLayout<Shape::tile_n>::row_bytes, w.lane);
   const auto keys = FragmentAddress<Shape::tile_d>::rows_first(sK, w.lane).template part<Shape::warps_n>(w.n);
-  product_nn<Shape::Element, Shape::warps_n>(rdQ, scores, keys);
+  product_nn<Shape::Element, Config::key_blocks, Shape::warps_n>(rdQ, scores, keys);
 }
 
 // Inf and NaN under a mask: P and dS are 0 for a hidden pair, but 0 * NaN is NaN inside the matrix products. A pair of

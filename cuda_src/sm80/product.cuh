@@ -76,18 +76,19 @@ __device__ __forceinline__ void product_tn(float (&acc)[MTiles][NTiles][4], Frag
 }
 
 // acc += A B over the ADim columns of A and rows of B: A by rows_first, B by rows_first in one of BParts parts of its
-// columns. A span at a time; the loop over them stays rolled.
-template <class Element, int BParts, int ADim, int BDim, int MTiles, int NTiles>
-__device__ __forceinline__ void product_nn(float (&acc)[MTiles][NTiles][4], FragmentAddress<ADim> a,
+// columns. `Step` blocks at a time, at most a span; the loop over them stays rolled.
+template <class Element, int Step, int BParts, int ADim, int BDim, int MTiles, int NTiles>
+__device__ __forceinline__ void product_nn(float (&acc)[MTiles][NTiles][4], const FragmentAddress<ADim>& a,
                                            FragmentAddress<BDim> b) {
-  constexpr int step = TileLayout<ADim>::span_blocks;
+  static_assert(TileLayout<ADim>::span_blocks % Step == 0, "whole steps");
 #pragma unroll 1
-  for (int block = 0; block < ADim / 16; block += step) {
+  for (int block = 0; block < ADim / 16; block += Step) {
+    const FragmentAddress<ADim> columns = a.from_block(block);
 #pragma unroll
-    for (int k = 0; k < step; ++k) {
+    for (int k = 0; k < Step; ++k) {
       unsigned rA[MTiles][4];
 #pragma unroll
-      for (int m = 0; m < MTiles; ++m) ldmatrix_x4(rA[m], a.block(m, k));
+      for (int m = 0; m < MTiles; ++m) ldmatrix_x4(rA[m], columns.block(m, k));
 #pragma unroll
       for (int n = 0; n < NTiles; n += 2) {
         unsigned rB[4];
@@ -95,8 +96,7 @@ __device__ __forceinline__ void product_nn(float (&acc)[MTiles][NTiles][4], Frag
         multiply_block<Element>(acc, n, rA, rB);
       }
     }
-    a.next_span(1);
-    b.next_rows(step);
+    b.next_rows(Step);
   }
 }
 

@@ -60,10 +60,9 @@ __device__ __forceinline__ void fetch_queries(const BackwardParams& p, int batch
   const char* gdO =
       static_cast<const char*>(p.dout) + batch * p.dout_batch + step.head * p.dout_head + row * p.dout_row;
   const Shape::QLoader q(rematerialized_thread(), p.head_dim);
-  q.load<CheckRows, CheckRows ? Shape::load_unroll : Shape::whole_load_unroll>(s.q(step.stage), gQ, p.q_row, rows_left);
+  q.load<CheckRows, CheckRows ? Shape::load_unroll : Shape::tile_m>(s.q(step.stage), gQ, p.q_row, rows_left);
   const Shape::DoutLoader dout(rematerialized_thread(), p.head_dim_v);
-  dout.load<CheckRows, CheckRows ? Shape::load_unroll : Shape::whole_load_unroll>(s.dout(step.stage), gdO, p.dout_row,
-                                                                                  rows_left);
+  dout.load<CheckRows, CheckRows ? Shape::load_unroll : Shape::tile_m>(s.dout(step.stage), gdO, p.dout_row, rows_left);
 }
 
 // First of a warp's 8 keys that are half of a 16-row fragment of dK and dV.
@@ -195,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
   };
   const auto fetch = [&](const QueryStep& step) {
     if (step.head < end_head) {
-      if (step.row_begin() + Shape::tile_m <= p.seqlen_q) {
+      if (Shape::unchecked_loads && step.row_begin() + Shape::tile_m <= p.seqlen_q) {
         fetch_queries<false>(p, c.batch, step, s);
       } else {
         fetch_queries<true>(p, c.batch, step, s);

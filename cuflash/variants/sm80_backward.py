@@ -69,6 +69,8 @@ class _TileConfig:
         Blocks that registers and shared memory must leave room for on one multiprocessor.
     rolled_spans : int
         Spans of 64 columns in one step of the rolled loop over head_dim of the score products; 0 unrolls it.
+    key_blocks : int
+        Blocks of 16 keys in one step of the rolled loop over keys of the product for dq.
     vector_bytes, out_vector_bytes : int
         Width of loads and stores that the strides and addresses allow.
     exact_dims : bool
@@ -89,6 +91,7 @@ class _TileConfig:
     stages: int
     blocks_per_sm: int
     rolled_spans: int
+    key_blocks: int
     vector_bytes: int
     out_vector_bytes: int
     exact_dims: bool
@@ -251,6 +254,7 @@ class _Tile:
     stages: int
     blocks_per_sm: int
     rolled_spans: int = 0
+    key_blocks: int = 4
     row_blocks: int = 2
 
 
@@ -263,9 +267,9 @@ _TILES = (
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=2, rolled_spans=1),
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2, rolled_spans=1),
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1),
-    _Tile(256, 64, 64, warps=8, warps_n=4, stages=2, blocks_per_sm=1, rolled_spans=1, row_blocks=1),
-    _Tile(256, 64, 64, warps=8, warps_n=4, stages=1, blocks_per_sm=1, rolled_spans=1, row_blocks=1),
-    _Tile(256, 32, 32, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1),
+    _Tile(256, 64, 64, warps=8, warps_n=4, stages=2, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
+    _Tile(256, 64, 64, warps=8, warps_n=4, stages=1, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
+    _Tile(256, 32, 32, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
 )
 
 _QUERY_TILES = (
@@ -277,7 +281,7 @@ _QUERY_TILES = (
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1),
     _Tile(256, 64, 64, warps=8, warps_n=4, stages=2, blocks_per_sm=1, rolled_spans=1),
     _Tile(256, 64, 64, warps=8, warps_n=4, stages=1, blocks_per_sm=1, rolled_spans=1),
-    _Tile(256, 32, 32, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1),
+    _Tile(256, 32, 32, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
 )
 
 
