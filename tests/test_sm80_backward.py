@@ -92,6 +92,8 @@ def test_every_head_dim_fits_every_device(arch, choose):
         # Every warp gets whole 16 x 16 blocks of each span of the swizzle, 64 columns or 32.
         warps_m = chosen.warps // chosen.warps_n
         assert chosen.tile_m % (16 * warps_m) == chosen.tile_n % (16 * warps_m) == 0
+        assert (64 if chosen.tile_n % 64 == 0 else 32) % (16 * chosen.key_blocks) == 0
+        assert chosen.tile_m % (16 * getattr(chosen, "row_blocks", 1)) == 0
         for columns in (chosen.tile_n, chosen.tile_d, chosen.tile_dv):
             assert (64 if columns % 64 == 0 else 32) % (16 * chosen.warps_n) == 0
 
