@@ -15,7 +15,7 @@ from typing import Any
 
 from cuflash.jit import LoadedKernel
 from cuflash.problem import Problem
-from cuflash.variants.base import Operands
+from cuflash.variants.base import Operand, Operands
 
 # struct ForwardParams of cuda_src/core/params.cuh, field by field: five pointers, then
 #   int64 q_batch, q_row, q_head, k_..., v_..., out_...;  int seqlen_q, seqlen_k, heads_q, group, head_dim, head_dim_v,
@@ -23,6 +23,12 @@ from cuflash.variants.base import Operands
 POINTERS = struct.Struct("5Q")
 _REST = struct.Struct("12q9i3f")
 FORWARD_PARAMS_BYTES = POINTERS.size + _REST.size
+
+# struct BackwardParams: a ForwardParams, then seven pointers (dout, dlse, dq, dk, dv, delta, dq_sum), then
+#   int64 dout_batch, dout_row, dout_head, dq_..., dk_..., dv_...;  int padded_rows;  float gradient_scale
+BACKWARD_POINTERS = struct.Struct("7Q")
+_BACKWARD_REST = struct.Struct("12qif")
+BACKWARD_PARAMS_BYTES = FORWARD_PARAMS_BYTES + BACKWARD_POINTERS.size + _BACKWARD_REST.size
 
 _MAX_GRID_YZ = 65535  # blocks along y and z of a CUDA grid
 
@@ -42,6 +48,36 @@ def forward_params(problem: Problem, operands: Operands, query_tiles: int, score
     score_scale, exp2_scale = _scales(p, score)
     sizes = (p.seqlen_q, p.seqlen_k, p.heads_q, p.group, p.head_dim, p.head_dim_v, lower, upper, query_tiles)
     return _REST.pack(*strides, *sizes, score_scale, p.softcap, exp2_scale)
+
+
+def backward_params(
+    problem: Problem,
+    operands: Operands,
+    gradients: tuple[Operand, Operand, Operand, Operand],
+    score: str,
+    padded_rows: int,
+    query_tiles: int = 0,
+) -> bytes:
+    """The whole of BackwardParams with null pointers; those of the forward come first, at byte 0.
+
+    Parameters
+    ----------
+    problem : Problem
+    operands : Operands
+        Layouts of q, k, v and out.
+    gradients : tuple of Operand
+        Layouts of dout, dq, dk and dv.
+    score : str
+        Score stage of cuda_src/core/score.cuh.
+    padded_rows : int
+        Rows of a head in the workspace.
+    query_tiles : int
+        Tiles along seqlen_q, for kernels whose grid starts with the last of them.
+    """
+    forward = forward_params(problem, operands, query_tiles, score)
+    strides = [step * problem.itemsize for x in gradients for step in x.strides]
+    rest = _BACKWARD_REST.pack(*strides, padded_rows, problem.scale)
+    return bytes(POINTERS.size) + forward + bytes(BACKWARD_POINTERS.size) + rest
 
 
 def _scales(problem: Problem, score: str) -> tuple[float, float]:

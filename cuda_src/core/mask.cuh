@@ -32,12 +32,12 @@ __device__ __forceinline__ int elements_before(int column) {
   return 2 * (column >> 3) + min(column & 7, 2);
 }
 
-// Overwrites the hidden scores of a (16 * MTiles) x (8 * NTiles) fragment with -inf, so that whatever q.k gave there,
-// NaN included, is gone. `row` and `column` are those of this thread's element rS[0][0][0]. The keys of a row are one
-// bit an element, whose test is cheaper than two comparisons; 8 rows further down the band is 2 elements further on.
-template <bool HasBand, int MTiles, int NTiles>
-__device__ __forceinline__ void mask_scores(float (&rS)[MTiles][NTiles][4], const ForwardParams& p, int row,
-                                            int column) {
+// Calls f(m, n, i) for the hidden elements of a (16 * MTiles) x (8 * NTiles) fragment; `row` and `column` are those of
+// this thread's element [0][0][0]. The keys of a row are one bit an element, whose test is cheaper than two
+// comparisons; 8 rows further down the band is 2 elements further on. With CheckRows, rows from seqlen_q on see
+// nothing.
+template <bool HasBand, bool CheckRows, int MTiles, int NTiles, class F>
+__device__ __forceinline__ void for_each_hidden(const ForwardParams& p, int row, int column, F&& f) {
   const int begin = HasBand ? elements_before(row + p.diag_lower - column) : 0;
   const int end = HasBand ? elements_before(row + p.diag_upper + 1 - column) : 0;
   const int all = elements_before(p.seqlen_k - column);
@@ -49,11 +49,20 @@ __device__ __forceinline__ void mask_scores(float (&rS)[MTiles][NTiles][4], cons
       for (int word = 0; word < 2 * NTiles; word += 32) {
         const int further = 4 * m + 2 * half;
         const unsigned before_end = ~bits_from((HasBand ? min(end + further, all) : all) - word);
-        const unsigned visible = HasBand ? before_end & bits_from(begin + further - word) : before_end;
+        unsigned visible = HasBand ? before_end & bits_from(begin + further - word) : before_end;
+        if (CheckRows && row + 16 * m + 8 * half >= p.seqlen_q) visible = 0;
 #pragma unroll
         for (int i = word; i < 2 * NTiles && i < word + 32; ++i)
-          if (!(visible >> (i - word) & 1)) rS[m][i / 2][2 * half + i % 2] = negative_infinity();
+          if (!(visible >> (i - word) & 1)) f(m, i / 2, 2 * half + i % 2);
       }
+}
+
+// Overwrites the hidden scores of a fragment with -inf, so that whatever q.k gave there, NaN included, is gone.
+template <bool HasBand, int MTiles, int NTiles>
+__device__ __forceinline__ void mask_scores(float (&rS)[MTiles][NTiles][4], const ForwardParams& p, int row,
+                                            int column) {
+  for_each_hidden<HasBand, false, MTiles, NTiles>(p, row, column,
+                                                  [&](int m, int n, int i) { rS[m][n][i] = negative_infinity(); });
 }
 
 }  // namespace cuflash

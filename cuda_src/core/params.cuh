@@ -1,4 +1,4 @@
-// The argument of every forward kernel. Mirrored field by field by cuflash/launch.py, which checks the size.
+// The arguments of the kernels. Mirrored field by field by cuflash/launch.py, which checks the sizes.
 #pragma once
 
 #include "core/types.cuh"
@@ -24,6 +24,24 @@ struct ForwardParams {
   float score_scale;           // what the score stage multiplies q.k with
   float softcap;
   float exp2_scale;  // what turns a staged score into a base-2 exponent
+};
+
+// The argument of every backward kernel: the forward problem, whose out and lse are inputs now, and its gradients.
+struct BackwardParams : ForwardParams {
+  const void* dout;   // (batch, seqlen_q, heads_q, head_dim_v); each last axis is contiguous
+  const float* dlse;  // (batch, heads_q, seqlen_q), contiguous, or null
+  void* dq;           // (batch, seqlen_q, heads_q, head_dim)
+  void* dk;           // (batch, seqlen_k, heads_kv, head_dim)
+  void* dv;           // (batch, seqlen_k, heads_kv, head_dim_v)
+  float* delta;       // workspace (batch, heads_q, padded_rows): what is subtracted from dP
+  float* dq_sum;      // workspace (batch, heads_q, padded_rows, tile_d) in the order of core/dq_sum.cuh, or null
+  // Strides in bytes.
+  int64 dout_batch, dout_row, dout_head;
+  int64 dq_batch, dq_row, dq_head;
+  int64 dk_batch, dk_row, dk_head;
+  int64 dv_batch, dv_row, dv_head;
+  int padded_rows;       // seqlen_q rounded up to the rows that the workspace is made for
+  float gradient_scale;  // what turns dS^T Q into dK and dS K into dQ
 };
 
 }  // namespace cuflash

@@ -1,4 +1,4 @@
-// From block index to the query tile, head and batch entry that it computes.
+// From block index to the tile, head and batch entry that it computes.
 #pragma once
 
 #include "core/params.cuh"
@@ -18,6 +18,16 @@ struct TileCoordinate {
   static __device__ __forceinline__ TileCoordinate of_block(const ForwardParams& p) {
     const int tile = blockIdx.x;
     return {LongestFirst ? p.query_tiles - 1 - tile : tile, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
+  }
+};
+
+// The key tile, key/value head and batch entry of a block whose grid is (key tiles, heads_kv, batch). Under a causal
+// mask the first key tile is seen by the most queries, and goes first.
+struct KeyTileCoordinate {
+  int key_tile, head, batch;
+
+  static __device__ __forceinline__ KeyTileCoordinate of_block() {
+    return {static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
   }
 };
 

@@ -1,4 +1,5 @@
-// Score stages: what happens to q.k before masks and softmax. The identity compiles to nothing.
+// Score stages: what happens to q.k before masks and softmax. The identity compiles to nothing. The form of apply with
+// `slope` is for the backward pass, and also gives the derivative of the staged score by scale * q.k.
 #pragma once
 
 #include "core/params.cuh"
@@ -6,9 +7,18 @@
 
 namespace cuflash {
 
+__device__ __forceinline__ void constant_slope(float (&slope)[4]) {
+#pragma unroll
+  for (float& x : slope) x = 1.0f;
+}
+
 // The scale is folded into the exponent (exp2_scale = scale * log2 e); needs scale > 0 so that maxima stay maxima.
 struct score_folded {
   static __device__ __forceinline__ void apply(float (&)[4], const ForwardParams&) {}
+
+  static __device__ __forceinline__ void apply(float (&)[4], float (&slope)[4], const ForwardParams&) {
+    constant_slope(slope);
+  }
 };
 
 // Any sign of scale, 0 too.
@@ -16,6 +26,11 @@ struct score_scaled {
   static __device__ __forceinline__ void apply(float (&s)[4], const ForwardParams& p) {
 #pragma unroll
     for (float& x : s) x *= p.score_scale;
+  }
+
+  static __device__ __forceinline__ void apply(float (&s)[4], float (&slope)[4], const ForwardParams& p) {
+    apply(s, p);
+    constant_slope(slope);
   }
 };
 
@@ -53,6 +68,18 @@ struct score_softcap {
     accurate_tanh(s);
 #pragma unroll
     for (float& x : s) x *= p.softcap;
+  }
+
+  // The slope is 1 - tanh^2.
+  static __device__ __forceinline__ void apply(float (&s)[4], float (&slope)[4], const ForwardParams& p) {
+#pragma unroll
+    for (float& x : s) x *= p.score_scale;
+    accurate_tanh(s);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      slope[i] = fmaf(-s[i], s[i], 1.0f);
+      s[i] *= p.softcap;
+    }
   }
 };
 

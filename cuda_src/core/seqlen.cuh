@@ -1,4 +1,4 @@
-// Which key tiles a query tile visits, and which of them need a mask.
+// Which key tiles a query tile visits, which query tiles a key tile visits, and which pairs of tiles need a mask.
 #pragma once
 
 #include "core/params.cuh"
@@ -34,6 +34,22 @@ struct KeyTiles {
   }
 
   __device__ __forceinline__ bool contains(int tile) const { return tile >= first && tile < last; }
+};
+
+// Query tiles [first, last) of TileM rows for keys [key_begin, key_end). Empty when none of their rows sees a key.
+struct QueryTiles {
+  int first, last;
+
+  template <bool HasBand, int TileM>
+  static __device__ __forceinline__ QueryTiles make(const ForwardParams& p, int key_begin, int key_end) {
+    if constexpr (HasBand) {
+      const int first_row = max(key_begin - p.diag_upper, 0);
+      const int last_row = min(key_end - 1 - p.diag_lower, p.seqlen_q - 1);
+      return {first_row / TileM, last_row < first_row ? first_row / TileM : last_row / TileM + 1};
+    } else {
+      return {0, (p.seqlen_q + TileM - 1) / TileM};
+    }
+  }
 };
 
 // Whether a key tile holds a key that some row of [row_begin, row_begin + TileM) does not see.

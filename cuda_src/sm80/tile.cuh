@@ -31,15 +31,27 @@ struct TileLayout {
     return Parts == 1 ? 0 : 2 * side * (span_blocks / Parts);
   }
 
+  // How far 8-column tile `tile` of a part is from its first chunk. No bit is in both, so they may be added or XORed.
+  template <int Parts>
+  static constexpr __device__ __forceinline__ int part_offset(int tile) {
+    constexpr int blocks = span_blocks / Parts;
+    const int block = tile / 2;
+    return 2 * (block / blocks * span_blocks + block % blocks) + tile % 2;
+  }
+
   // Chunk number of 8-column tile `tile` of a warp that owns that part of every span. Dividing spans rather than Dim
   // makes what depends on the tile a constant for any Dim.
   template <int Parts>
   static constexpr __device__ __forceinline__ int part_chunk(int side, int tile) {
-    constexpr int blocks = span_blocks / Parts;
-    const int block = tile / 2;
-    return part_start<Parts>(side) ^ (2 * (block / blocks * span_blocks + block % blocks) + tile % 2);
+    return part_start<Parts>(side) ^ part_offset<Parts>(tile);
   }
 };
+
+// The packed pair of a tile's elements at (row, column) and (row, column + 1); column is even.
+template <int Dim>
+__device__ __forceinline__ unsigned load_pair(unsigned sTile, int row, int column) {
+  return load_shared(sTile + TileLayout<Dim>::offset(row, column / 8) + 2 * (column % 8));
+}
 
 // Copies (Rows x Dim) tiles with Threads threads. A thread always handles the same 16-byte column, so that its column
 // predicate and pointer are computed once. VectorBytes is the alignment that every row of the source has.
@@ -66,10 +78,11 @@ struct TileLoader {
   }
 
   // Loads rows [0, rows_left) of the tile at gTile and zero-fills the others; CheckRows = false when all rows exist.
-  template <bool CheckRows>
+  // Unroll passes at a time: those that go through registers hold all of them at once.
+  template <bool CheckRows, int Unroll = passes>
   __device__ __forceinline__ void load(unsigned sTile, const char* gTile, int64 row_stride, int rows_left) const {
     const char* source = gTile + row * row_stride + 16 * chunk;
-#pragma unroll
+#pragma unroll(Unroll)
     for (int pass = 0; pass < passes; ++pass) {
       const int r = row + pass * rows_per_pass;
       const unsigned target = sTile + Layout::offset(r, chunk);
@@ -128,12 +141,13 @@ struct FragmentAddress {
   static constexpr int span_bytes = Layout::span_blocks * 32;
   unsigned origin;  // the lane's address in block (0, 0)
 
-  // A operand, and B operand read with .trans: matrices ordered down the rows first.
+  // A operand, and B operand read with .trans (the tile holds B as rows): matrices ordered down the rows first.
   static __device__ __forceinline__ FragmentAddress rows_first(unsigned sTile, int lane) {
     return {sTile + Layout::offset(lane & 15, lane >> 4)};
   }
 
-  // B operand read without .trans: matrices ordered along Dim first.
+  // B operand read without .trans (the tile holds B^T), and A operand read with it (the tile holds A^T): matrices
+  // ordered along Dim first.
   static __device__ __forceinline__ FragmentAddress columns_first(unsigned sTile, int lane) {
     return {sTile + Layout::offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)};
   }
@@ -146,6 +160,12 @@ struct FragmentAddress {
 
   // Moves on by whole spans along Dim, for loops that are not unrolled.
   __device__ __forceinline__ void next_span(int spans) { origin += spans * span_bytes; }
+
+  // The same with another block along Dim as the first, for loops that are not unrolled.
+  __device__ __forceinline__ FragmentAddress from_block(int dim_block) const { return {block(0, dim_block)}; }
+
+  // Moves on by blocks of 16 rows.
+  __device__ __forceinline__ void next_rows(int blocks) { origin += blocks * 16 * Layout::row_bytes; }
 
   template <int Parts = 1>
   __device__ __forceinline__ unsigned block(int row_block, int dim_block) const {

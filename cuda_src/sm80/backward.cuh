@@ -1,0 +1,265 @@
+// What the backward kernels share: the shape of a block, and the way from the two score products of a pair of tiles to
+// its weights P and their gradients dS (FlashAttention-2, Dao 2023, section 3.2).
+//
+// The warps of a block form one grid, (warps_m, warps_n), for every product: rows of the result by warps_m, columns by
+// warps_n. P and dS go through shared memory, since what is a column of the scores is a row of dK and dV.
+#pragma once
+
+#include "core/mask.cuh"
+#include "core/score.cuh"
+#include "core/seqlen.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/special.cuh"
+#include "sm80/product.cuh"
+#include "sm80/tile.cuh"
+
+namespace cuflash {
+
+struct Shape {
+  using Element = Config::element;
+  static constexpr int tile_m = Config::tile_m, tile_n = Config::tile_n;
+  static constexpr int tile_d = Config::tile_d, tile_dv = Config::tile_dv;
+  static constexpr int threads = 32 * Config::warps;
+  static constexpr int warps_n = Config::warps_n, warps_m = Config::warps / warps_n;
+  static constexpr int m_tiles = tile_m / warps_m / 16;    // 16-row fragments of a warp's part of S, dP and dQ
+  static constexpr int n_tiles = tile_n / warps_n / 8;     // 8-column fragments of its part of S and dP
+  static constexpr int key_tiles = tile_n / warps_m / 16;  // 16-row fragments of its part of dK and dV
+  static constexpr int d_tiles = tile_d / warps_n / 8;     // 8-column fragments of its part of dQ and dK
+  static constexpr int dv_tiles = tile_dv / warps_n / 8;   // the same of dV
+  static constexpr int q_bytes = 2 * tile_m * tile_d, dout_bytes = 2 * tile_m * tile_dv;
+  static constexpr int k_bytes = 2 * tile_n * tile_d, v_bytes = 2 * tile_n * tile_dv;
+  static constexpr int score_bytes = 2 * tile_m * tile_n;  // of P or dS
+  // Passes of a tile copy at a time: more need more registers than the loops have, except where rows are not checked.
+  static constexpr int load_unroll = Config::vector_bytes == 16 ? 4 : 1;
+  static constexpr bool unchecked_loads = Config::vector_bytes == 16;  // whether it pays to have both kinds
+  using QLoader = TileLoader<tile_m, tile_d, threads, Config::vector_bytes, Config::exact_dims>;
+  using DoutLoader = TileLoader<tile_m, tile_dv, threads, Config::vector_bytes, Config::exact_dims>;
+  using KLoader = TileLoader<tile_n, tile_d, threads, Config::vector_bytes, Config::exact_dims>;
+  using VLoader = TileLoader<tile_n, tile_dv, threads, Config::vector_bytes, Config::exact_dims>;
+  static_assert(m_tiles * 16 * warps_m == tile_m && key_tiles * 16 * warps_m == tile_n, "rows are blocks of 16");
+  static_assert(n_tiles % 2 == 0 && d_tiles % 2 == 0 && dv_tiles % 2 == 0, "columns are blocks of 16");
+};
+
+using ScoreFragments = float[Shape::m_tiles][Shape::n_tiles][4];
+using QueryGradient = float[Shape::m_tiles][Shape::d_tiles][4];
+
+// Where a warp works in the grid of warps. Made anew where it is needed: a few instructions cost less than registers
+// held across the loop.
+struct WarpCoordinate {
+  int m, n, lane;
+
+  __device__ __forceinline__ WarpCoordinate() {
+    const int thread = rematerialized_thread();
+    m = thread / 32 / Shape::warps_n;
+    n = thread / 32 % Shape::warps_n;
+    lane = thread % 32;
+  }
+
+  __device__ __forceinline__ int query_row() const { return m * (Shape::tile_m / Shape::warps_m); }
+  __device__ __forceinline__ int key() const { return n * (Shape::tile_n / Shape::warps_n); }
+};
+
+// Log-sum-exp and delta of the rows of a query tile: two vectors of tile_m float32 in shared memory.
+struct RowStatistics {
+  static constexpr int bytes = 2 * 4 * Shape::tile_m;
+  unsigned at;
+
+  // Copies those of rows [row_begin, seqlen_q) of a head; the others become 0.
+  __device__ __forceinline__ void fetch(const BackwardParams& p, int batch, int head, int row_begin) const {
+    const int row = rematerialized_thread();
+    static_assert(Shape::tile_m <= Shape::threads, "a thread for each row");
+    if (row >= Shape::tile_m) return;
+    const int64 head_index = static_cast<int64>(batch) * p.heads_q + head;
+    const int valid = row_begin + row < p.seqlen_q ? 4 : 0;
+    const float* lse = p.lse + head_index * p.seqlen_q + (valid ? row_begin + row : 0);
+    cp_async<4>(at + 4 * row, lse, valid);
+    cp_async<4>(at + 4 * (Shape::tile_m + row), p.delta + head_index * p.padded_rows + row_begin + row);
+  }
+
+  // In base 2; +inf for a row without keys, so that all its weights are 0.
+  __device__ __forceinline__ float lse2(int row) const {
+    constexpr float log2_e = 1.44269504088896341f;
+    const float lse = load_shared_float(at + 4 * row);
+    return lse == negative_infinity() ? -lse : lse * log2_e;
+  }
+
+  __device__ __forceinline__ float delta(int row) const { return load_shared_float(at + 4 * (Shape::tile_m + row)); }
+};
+
+// rS = A B^T of a tile with the queries' rows and one with the keys' rows: Q K^T or dO V^T.
+template <int Dim>
+__device__ __forceinline__ void score_product(ScoreFragments& rS, unsigned sQueries, unsigned sKeys) {
+  const WarpCoordinate w;
+  constexpr int row_bytes = TileLayout<Dim>::row_bytes;
+  product_nt<Shape::Element, Config::rolled_spans>(
+      rS, FragmentAddress<Dim>::rows_first(sQueries + w.query_row() * row_bytes, w.lane),
+      FragmentAddress<Dim>::columns_first(sKeys + w.key() * row_bytes, w.lane));
+}
+
+// rS from q.k to P = exp2(staged score - lse), and rdP to dS = P * (dP - delta) * slope of the score stage.
+__device__ __forceinline__ void differentiate_softmax(ScoreFragments& rS, ScoreFragments& rdP,
+                                                      const RowStatistics& rows, const BackwardParams& p) {
+  const WarpCoordinate w;
+#pragma unroll
+  for (int m = 0; m < Shape::m_tiles; ++m) {
+    float lse2[2], delta[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = w.query_row() + 16 * m + 8 * half + w.lane / 4;
+      lse2[half] = rows.lse2(row);
+      delta[half] = rows.delta(row);
+    }
+#pragma unroll
+    for (int n = 0; n < Shape::n_tiles; ++n) {
+      float slope[4];
+      Config::score::apply(rS[m][n], slope, p);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float weight = exp2_approx(fmaf(rS[m][n][i], p.exp2_scale, -lse2[i / 2]));
+        rS[m][n][i] = weight;
+        rdP[m][n][i] = weight * (rdP[m][n][i] - delta[i / 2]) * slope[i];
+      }
+    }
+  }
+}
+
+// Whether a pair of tiles holds a pair of row and key that do not see each other, or that are not there.
+__device__ __forceinline__ bool needs_mask(const BackwardParams& p, int row_begin, int key_tile) {
+  return row_begin + Shape::tile_m > p.seqlen_q ||
+         needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, row_begin, key_tile);
+}
+
+// P and dS of hidden pairs become 0, whatever they were.
+__device__ __forceinline__ void clear_hidden(ScoreFragments& rP, ScoreFragments& rdS, const BackwardParams& p,
+                                             int row_begin, int first_key) {
+  const WarpCoordinate w;
+  for_each_hidden<Config::has_band, true, Shape::m_tiles, Shape::n_tiles>(
+      p, row_begin + w.query_row() + w.lane / 4, first_key + w.key() + 2 * (w.lane % 4), [&](int m, int n, int i) {
+        rP[m][n][i] = 0.0f;
+        rdS[m][n][i] = 0.0f;
+      });
+}
+
+// Whether all of a fragment is finite. That of Q K^T is only if all of Q and K in its rows is: even 0 times inf is NaN.
+__device__ __forceinline__ bool all_finite(const ScoreFragments& r) {
+  float zero = 0.0f;
+#pragma unroll
+  for (int m = 0; m < Shape::m_tiles; ++m)
+#pragma unroll
+    for (int n = 0; n < Shape::n_tiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) zero = fmaf(r[m][n][i], 0.0f, zero);
+  return zero == 0.0f;
+}
+
+// A warp's fragments, rounded, to a tile in shared memory whose rows and 8-column chunks row(m, half) and chunk(n)
+// name.
+template <int Dim, int MTiles, int NTiles, class Row, class Chunk>
+__device__ __forceinline__ void store_fragments(unsigned sTile, const float (&r)[MTiles][NTiles][4], Row&& row,
+                                                Chunk&& chunk) {
+  const int lane = rematerialized_thread() % 32;
+#pragma unroll
+  for (int m = 0; m < MTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < NTiles; ++n) {
+        const unsigned target = sTile + TileLayout<Dim>::offset(row(m, half) + lane / 4, chunk(n)) + 4 * (lane % 4);
+        store_shared(target, pack<Shape::Element>(r[m][n][2 * half], r[m][n][2 * half + 1]));
+      }
+}
+
+// Where a lane's pairs of P or dS go in a tile (tile_m, tile_n): columns by XOR, rows by an offset that is a constant.
+struct ScoreAddress {
+  using Layout = TileLayout<Shape::tile_n>;
+  static_assert(Shape::n_tiles <= 8 && 8 % Shape::n_tiles == 0, "a warp's columns are a part of one span");
+  unsigned origin;
+
+  __device__ __forceinline__ explicit ScoreAddress(unsigned sScores) {
+    const WarpCoordinate w;
+    origin = sScores + Layout::offset(w.query_row() + w.lane / 4, w.key() / 8) + 4 * (w.lane % 4);
+  }
+
+  __device__ __forceinline__ unsigned pair(int m, int half, int n) const {
+    return (origin ^ (n << 4)) + (16 * m + 8 * half) * Layout::row_bytes;
+  }
+};
+
+// P or dS, rounded, to the tile that lies `offset` bytes behind that of the address.
+__device__ __forceinline__ void store_scores(const ScoreAddress& address, int offset, const ScoreFragments& r) {
+#pragma unroll
+  for (int m = 0; m < Shape::m_tiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < Shape::n_tiles; ++n)
+        store_shared(address.pair(m, half, n) + offset, pack<Shape::Element>(r[m][n][2 * half], r[m][n][2 * half + 1]));
+}
+
+// rdQ += dS K.
+__device__ __forceinline__ void accumulate_query_gradient(QueryGradient& rdQ, unsigned sdS, unsigned sK) {
+  const WarpCoordinate w;
+  const auto scores =
+      FragmentAddress<Shape::tile_n>::rows_first(sdS + w.query_row() * TileLayout<Shape::tile_n>::row_bytes, w.lane);
+  const auto keys = FragmentAddress<Shape::tile_d>::rows_first(sK, w.lane).template part<Shape::warps_n>(w.n);
+  product_nn<Shape::Element, Config::key_blocks, Shape::warps_n>(rdQ, scores, keys);
+}
+
+// Inf and NaN under a mask: P and dS are 0 for a hidden pair, but 0 * NaN is NaN inside the matrix products. A pair of
+// tiles that needs a mask and holds one takes this instead: acc (row, column) += sum of a(k, row) * b(k, column) over
+// those k in [0, Count) that visible(k, m, half) names. a gives one number, b a packed pair of neighbouring columns.
+template <int Count, int MTiles, int NTiles, class Visible, class A, class B>
+__device__ __forceinline__ void product_of_visible(float (&acc)[MTiles][NTiles][4], Visible&& visible, A&& a, B&& b) {
+#pragma unroll 1
+  for (int k = 0; k < Count; ++k) {
+    float weight[MTiles][2];
+    bool seen[MTiles][2];
+#pragma unroll
+    for (int m = 0; m < MTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        seen[m][half] = visible(k, m, half);
+        weight[m][half] = a(k, m, half);
+      }
+#pragma unroll
+    for (int n = 0; n < NTiles; ++n) {
+      const unsigned pair = b(k, n);
+      const float low = unpack<Shape::Element>(static_cast<unsigned short>(pair));
+      const float high = unpack<Shape::Element>(static_cast<unsigned short>(pair >> 16));
+#pragma unroll
+      for (int m = 0; m < MTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (!seen[m][half]) continue;
+          acc[m][n][2 * half] = fmaf(weight[m][half], low, acc[m][n][2 * half]);
+          acc[m][n][2 * half + 1] = fmaf(weight[m][half], high, acc[m][n][2 * half + 1]);
+        }
+    }
+  }
+}
+
+// The number of P or dS at (row, key).
+__device__ __forceinline__ float load_score(unsigned sScores, int row, int key) {
+  const unsigned pair = load_pair<Shape::tile_n>(sScores, row, key & ~1);
+  return unpack<Shape::Element>(static_cast<unsigned short>(key & 1 ? pair >> 16 : pair));
+}
+
+// rdQ += dS K over the visible pairs alone.
+__device__ __forceinline__ void accumulate_visible_query_gradient(QueryGradient& rdQ, unsigned sdS, unsigned sK,
+                                                                  const BackwardParams& p, int row_begin,
+                                                                  int first_key) {
+  const WarpCoordinate w;
+  const auto row = [&](int m, int half) { return w.query_row() + 16 * m + 8 * half + w.lane / 4; };
+  product_of_visible<Shape::tile_n>(
+      rdQ,
+      [&](int k, int m, int half) {
+        return VisibleKeys::of_row<Config::has_band>(p, row_begin + row(m, half)).contains(first_key + k);
+      },
+      [&](int k, int m, int half) { return load_score(sdS, row(m, half), k); },
+      [&](int k, int d) {
+        const int chunk = TileLayout<Shape::tile_d>::part_chunk<Shape::warps_n>(w.n, d);
+        return load_pair<Shape::tile_d>(sK, k, 8 * chunk + 2 * (w.lane % 4));
+      });
+}
+
+}  // namespace cuflash

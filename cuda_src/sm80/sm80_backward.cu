@@ -1,0 +1,243 @@
+// FlashAttention-2 backward (Dao 2023, section 3.2, algorithm 2) on mma.sync and cp.async, for compute capability 8.0
+// and up.
+//
+// One block owns tile_n keys of one key/value head and keeps their dK and dV in registers, while it walks the query
+// heads that share that head and, of each, the query tiles that see the keys. So only dQ is summed by several blocks.
+#include "core/dq_sum.cuh"
+#include "core/params.cuh"
+#include "core/scheduler.cuh"
+#include "sm80/backward.cuh"
+#include "sm80/output.cuh"
+
+namespace cuflash {
+
+// Shared memory: sK (tile_n, tile_d), later dK; sV (tile_n, tile_dv), later dV; per stage sQ (tile_m, tile_d) and sdO
+// (tile_m, tile_dv); sP and sdS (tile_m, tile_n); the row statistics.
+struct Storage {
+  static constexpr int v_at = Shape::k_bytes, ring_at = v_at + Shape::v_bytes;
+  static constexpr int stage_bytes = Shape::q_bytes + Shape::dout_bytes;
+  static constexpr int p_at = ring_at + Config::stages * stage_bytes, ds_at = p_at + Shape::score_bytes;
+  static constexpr int rows_at = ds_at + Shape::score_bytes;
+
+  unsigned base;
+
+  __device__ __forceinline__ unsigned k() const { return base; }
+  __device__ __forceinline__ unsigned v() const { return base + v_at; }
+  __device__ __forceinline__ unsigned q(int stage) const { return base + ring_at + stage * stage_bytes; }
+  __device__ __forceinline__ unsigned dout(int stage) const { return q(stage) + Shape::q_bytes; }
+  __device__ __forceinline__ unsigned p() const { return base + p_at; }
+  __device__ __forceinline__ unsigned ds() const { return base + ds_at; }
+  __device__ __forceinline__ RowStatistics rows() const { return {base + rows_at}; }
+};
+
+// A block's way through the query tiles that see its keys: all tiles of one head, then those of the next.
+struct QueryStep {
+  int head, tile, stage;
+
+  __device__ __forceinline__ QueryStep next(const QueryTiles& tiles) const {
+    const bool last = tile + 1 >= tiles.last;
+    return {last ? head + 1 : head, last ? tiles.first : tile + 1, (stage + 1) % Config::stages};
+  }
+
+  __device__ __forceinline__ int row_begin() const { return tile * Shape::tile_m; }
+};
+
+__device__ __forceinline__ void fetch_keys(const BackwardParams& p, const KeyTileCoordinate& c, const Storage& s) {
+  const int64 key = static_cast<int64>(c.key_tile) * Shape::tile_n;
+  const int keys_left = p.seqlen_k - static_cast<int>(key);
+  const char* gK = static_cast<const char*>(p.k) + c.batch * p.k_batch + c.head * p.k_head + key * p.k_row;
+  const char* gV = static_cast<const char*>(p.v) + c.batch * p.v_batch + c.head * p.v_head + key * p.v_row;
+  Shape::KLoader(rematerialized_thread(), p.head_dim).load<true, Shape::load_unroll>(s.k(), gK, p.k_row, keys_left);
+  Shape::VLoader(rematerialized_thread(), p.head_dim_v).load<true, Shape::load_unroll>(s.v(), gV, p.v_row, keys_left);
+}
+
+template <bool CheckRows>
+__device__ __forceinline__ void fetch_queries(const BackwardParams& p, int batch, const QueryStep& step,
+                                              const Storage& s) {
+  const int64 row = step.row_begin();
+  const int rows_left = CheckRows ? p.seqlen_q - step.row_begin() : 0;
+  const char* gQ = static_cast<const char*>(p.q) + batch * p.q_batch + step.head * p.q_head + row * p.q_row;
+  const char* gdO =
+      static_cast<const char*>(p.dout) + batch * p.dout_batch + step.head * p.dout_head + row * p.dout_row;
+  const Shape::QLoader q(rematerialized_thread(), p.head_dim);
+  q.load<CheckRows, CheckRows ? Shape::load_unroll : Shape::tile_m>(s.q(step.stage), gQ, p.q_row, rows_left);
+  const Shape::DoutLoader dout(rematerialized_thread(), p.head_dim_v);
+  dout.load<CheckRows, CheckRows ? Shape::load_unroll : Shape::tile_m>(s.dout(step.stage), gdO, p.dout_row, rows_left);
+}
+
+// First of a warp's 8 keys that are half of a 16-row fragment of dK and dV.
+__device__ __forceinline__ int fragment_key(const WarpCoordinate& w, int m, int half) {
+  return 8 * TileLayout<Shape::tile_n>::part_chunk<Shape::warps_m>(w.m, 2 * m + half);
+}
+
+// A warp's part of dK or dV, whose rows are Dim wide.
+template <int Dim>
+struct KeyGradient {
+  static constexpr int column_tiles = Dim / Shape::warps_n / 8;
+  float r[Shape::key_tiles][column_tiles][4] = {};
+
+  // += S^T X, where S is P or dS (tile_m, tile_n) and X is dO or Q (tile_m, Dim).
+  __device__ __forceinline__ void accumulate(unsigned sScores, unsigned sX) {
+    const WarpCoordinate w;
+    const auto scores = FragmentAddress<Shape::tile_n>::columns_first(sScores, w.lane);
+    const auto rows = FragmentAddress<Dim>::rows_first(sX, w.lane);
+    product_tn<Shape::Element, Shape::tile_m / 16, Config::row_blocks, Shape::warps_m, Shape::warps_n>(
+        r, scores.template part<Shape::warps_m>(w.m), rows.template part<Shape::warps_n>(w.n));
+  }
+
+  // The same over the visible pairs alone.
+  __device__ __forceinline__ void accumulate_visible(unsigned sScores, unsigned sX, const BackwardParams& p,
+                                                     int row_begin, int first_key) {
+    const WarpCoordinate w;
+    const auto key = [&](int m, int half) { return fragment_key(w, m, half) + w.lane / 4; };
+    product_of_visible<Shape::tile_m>(
+        r,
+        [&](int k, int m, int half) {
+          return VisibleKeys::of_row<Config::has_band>(p, row_begin + k).contains(first_key + key(m, half));
+        },
+        [&](int k, int m, int half) { return load_score(sScores, k, key(m, half)); },
+        [&](int k, int d) {
+          return load_pair<Dim>(sX, k,
+                                8 * TileLayout<Dim>::template part_chunk<Shape::warps_n>(w.n, d) + 2 * (w.lane % 4));
+        });
+  }
+
+  // Rounded, in place of the keys or values in shared memory.
+  __device__ __forceinline__ void stage(unsigned sTile) const {
+    const WarpCoordinate w;
+    store_fragments<Dim>(
+        sTile, r, [&](int m, int half) { return fragment_key(w, m, half); },
+        [&](int n) { return TileLayout<Dim>::template part_chunk<Shape::warps_n>(w.n, n); });
+  }
+
+  __device__ __forceinline__ void scale(float factor) {
+#pragma unroll
+    for (int m = 0; m < Shape::key_tiles; ++m)
+#pragma unroll
+      for (int n = 0; n < column_tiles; ++n)
+#pragma unroll
+        for (float& x : r[m][n]) x *= factor;
+  }
+};
+
+// dQ of one step to the sums in the workspace.
+__device__ __forceinline__ void add_query_gradient(const BackwardParams& p, int batch, const QueryStep& step,
+                                                   const Storage& s, int first_key, bool visible_only) {
+  QueryGradient rdQ = {};
+  if (visible_only) {
+    accumulate_visible_query_gradient(rdQ, s.ds(), s.k(), p, step.row_begin(), first_key);
+  } else {
+    accumulate_query_gradient(rdQ, s.ds(), s.k());
+  }
+  using Sum = QueryGradientSum<Shape::tile_d, Config::reduce_width>;
+  const WarpCoordinate w;
+  const Sum sum = Sum::of_rows(p, batch, step.head, step.row_begin());
+  using Layout = TileLayout<Shape::tile_d>;
+  float* first = sum.at(w.query_row() / 16, Layout::part_start<Shape::warps_n>(w.n), w.lane);
+#pragma unroll
+  for (int m = 0; m < Shape::m_tiles; ++m)
+#pragma unroll
+    for (int d = 0; d < Shape::d_tiles; ++d)
+      Sum::add(first + Sum::distance(m, Layout::part_offset<Shape::warps_n>(d)), rdQ[m][d]);
+}
+
+// P and dS of one step to shared memory, published. Says whether an inf or NaN there may be hidden by a mask. `fetch`
+// starts the next copies, once the first product is on its way.
+template <class Fetch>
+__device__ __forceinline__ bool score_gradients(const BackwardParams& p, const QueryStep& step, const Storage& s,
+                                                int key_tile, Fetch&& fetch) {
+  ScoreFragments rS, rdP;
+  score_product<Shape::tile_d>(rS, s.q(step.stage), s.k());
+  fetch();
+  score_product<Shape::tile_dv>(rdP, s.dout(step.stage), s.v());
+  const bool masked = needs_mask(p, step.row_begin(), key_tile);
+  const bool nonfinite = Config::has_band && masked && !(all_finite(rS) && all_finite(rdP));
+  differentiate_softmax(rS, rdP, s.rows(), p);
+  if (masked) clear_hidden(rS, rdP, p, step.row_begin(), key_tile * Shape::tile_n);
+  const ScoreAddress address(s.p());
+  store_scores(address, 0, rS);
+  store_scores(address, Storage::ds_at - Storage::p_at, rdP);
+  if (Config::has_band && masked) return __syncthreads_or(nonfinite);
+  __syncthreads();
+  return false;
+}
+
+// dK and dV, staged in shared memory, to their places.
+__device__ __forceinline__ void write_key_gradients(const BackwardParams& p, const KeyTileCoordinate& c,
+                                                    const Storage& s) {
+  const int64 key = static_cast<int64>(c.key_tile) * Shape::tile_n;
+  const int keys_left = p.seqlen_k - static_cast<int>(key), thread = rematerialized_thread();
+  char* dk = static_cast<char*>(p.dk) + c.batch * p.dk_batch + c.head * p.dk_head + key * p.dk_row;
+  char* dv = static_cast<char*>(p.dv) + c.batch * p.dv_batch + c.head * p.dv_head + key * p.dv_row;
+  store_output<Shape::tile_d, Shape::tile_n, Shape::threads, Config::out_vector_bytes, Config::exact_dims>(
+      s.k(), dk, p.dk_row, 0, keys_left, p.head_dim, thread);
+  store_output<Shape::tile_dv, Shape::tile_n, Shape::threads, Config::out_vector_bytes, Config::exact_dims>(
+      s.v(), dv, p.dv_row, 0, keys_left, p.head_dim_v, thread);
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_per_sm)
+    sm80_backward(const __grid_constant__ cuflash::BackwardParams p) {
+  using namespace cuflash;
+  extern __shared__ __align__(128) char shared[];
+  const Storage s{shared_address(shared)};
+  const KeyTileCoordinate c = KeyTileCoordinate::of_block();
+  const int first_key = c.key_tile * Shape::tile_n;
+  const QueryTiles tiles =
+      QueryTiles::make<Config::has_band, Shape::tile_m>(p, first_key, min(first_key + Shape::tile_n, p.seqlen_k));
+  const int end_head = tiles.first < tiles.last ? (c.head + 1) * p.group : 0;
+
+  const auto fetch_rows = [&](const QueryStep& step) {
+    if (step.head < end_head) s.rows().fetch(p, c.batch, step.head, step.row_begin());
+    cp_async_commit();
+  };
+  const auto fetch = [&](const QueryStep& step) {
+    if (step.head < end_head) {
+      if (Shape::unchecked_loads && step.row_begin() + Shape::tile_m <= p.seqlen_q) {
+        fetch_queries<false>(p, c.batch, step, s);
+      } else {
+        fetch_queries<true>(p, c.batch, step, s);
+      }
+    }
+    cp_async_commit();
+  };
+  QueryStep step{c.head * p.group, tiles.first, 0};
+  fetch_keys(p, c, s);
+  fetch(step);
+  fetch_rows(step);
+
+  KeyGradient<Shape::tile_d> dk;
+  KeyGradient<Shape::tile_dv> dv;
+#pragma unroll 1
+  while (step.head < end_head) {
+    const QueryStep next = step.next(tiles);
+    cp_async_wait<0>();
+    __syncthreads();
+    const bool visible_only = score_gradients(p, step, s, c.key_tile, [&] {
+      if constexpr (Config::stages > 1) fetch(next);
+    });
+    fetch_rows(next);
+    if (visible_only) {
+      dv.accumulate_visible(s.p(), s.dout(step.stage), p, step.row_begin(), first_key);
+      dk.accumulate_visible(s.ds(), s.q(step.stage), p, step.row_begin(), first_key);
+    } else {
+      dv.accumulate(s.p(), s.dout(step.stage));
+      dk.accumulate(s.ds(), s.q(step.stage));
+    }
+    if constexpr (Config::stages == 1) {
+      __syncthreads();  // all have done with Q and dO
+      fetch(next);
+    }
+    if constexpr (Config::accumulate_dq) add_query_gradient(p, c.batch, step, s, first_key, visible_only);
+    step = next;
+  }
+
+  cp_async_wait<0>();
+  __syncthreads();  // all have done with K and V
+  dk.scale(p.gradient_scale);
+  dk.stage(s.k());
+  dv.stage(s.v());
+  __syncthreads();
+  write_key_gradients(p, c, s);
+}

@@ -1,0 +1,132 @@
+// The deterministic dQ: one block owns tile_m query rows of one head and walks the key tiles that they see, computing
+// the scores and their gradients once more (FlashAttention-2, Dao 2023, section 3.2, algorithm 2 with the loops
+// exchanged). Nothing is summed by two blocks, so the order of every sum is fixed.
+//
+// Grid: (query tiles, heads_q, batch).
+#include "core/params.cuh"
+#include "core/scheduler.cuh"
+#include "sm80/backward.cuh"
+#include "sm80/output.cuh"
+
+namespace cuflash {
+
+// Shared memory: sQ (tile_m, tile_d), later dQ; sdO (tile_m, tile_dv); per stage sK (tile_n, tile_d) and sV (tile_n,
+// tile_dv); sdS (tile_m, tile_n); the row statistics.
+struct Storage {
+  static constexpr int dout_at = Shape::q_bytes, ring_at = dout_at + Shape::dout_bytes;
+  static constexpr int stage_bytes = Shape::k_bytes + Shape::v_bytes;
+  static constexpr int ds_at = ring_at + Config::stages * stage_bytes, rows_at = ds_at + Shape::score_bytes;
+
+  unsigned base;
+
+  __device__ __forceinline__ unsigned q() const { return base; }
+  __device__ __forceinline__ unsigned dout() const { return base + dout_at; }
+  __device__ __forceinline__ unsigned k(int tile) const { return base + ring_at + stage(tile) * stage_bytes; }
+  __device__ __forceinline__ unsigned v(int tile) const { return k(tile) + Shape::k_bytes; }
+  __device__ __forceinline__ unsigned ds() const { return base + ds_at; }
+  __device__ __forceinline__ RowStatistics rows() const { return {base + rows_at}; }
+
+ private:
+  static __device__ __forceinline__ int stage(int tile) { return static_cast<unsigned>(tile) % Config::stages; }
+};
+
+__device__ __forceinline__ void fetch_queries(const BackwardParams& p, const TileCoordinate& c, const Storage& s) {
+  const int row_begin = c.query_tile * Shape::tile_m, rows_left = p.seqlen_q - row_begin;
+  const int64 row = row_begin;
+  const char* gQ = static_cast<const char*>(p.q) + c.batch * p.q_batch + c.head * p.q_head + row * p.q_row;
+  const char* gdO = static_cast<const char*>(p.dout) + c.batch * p.dout_batch + c.head * p.dout_head + row * p.dout_row;
+  Shape::QLoader(rematerialized_thread(), p.head_dim).load<true, Shape::load_unroll>(s.q(), gQ, p.q_row, rows_left);
+  Shape::DoutLoader(rematerialized_thread(), p.head_dim_v)
+      .load<true, Shape::load_unroll>(s.dout(), gdO, p.dout_row, rows_left);
+  s.rows().fetch(p, c.batch, c.head, row_begin);
+}
+
+__device__ __forceinline__ void fetch_keys(const BackwardParams& p, const TileCoordinate& c, int tile,
+                                           const Storage& s) {
+  const int64 key = static_cast<int64>(tile) * Shape::tile_n;
+  const int keys_left = p.seqlen_k - static_cast<int>(key), kv_head = c.head / p.group;
+  const char* gK = static_cast<const char*>(p.k) + c.batch * p.k_batch + kv_head * p.k_head + key * p.k_row;
+  const char* gV = static_cast<const char*>(p.v) + c.batch * p.v_batch + kv_head * p.v_head + key * p.v_row;
+  Shape::KLoader(rematerialized_thread(), p.head_dim).load<true, Shape::load_unroll>(s.k(tile), gK, p.k_row, keys_left);
+  Shape::VLoader(rematerialized_thread(), p.head_dim_v)
+      .load<true, Shape::load_unroll>(s.v(tile), gV, p.v_row, keys_left);
+}
+
+// dS of one key tile to shared memory, published. Says whether an inf or NaN there may be hidden by a mask.
+template <class Fetch>
+__device__ __forceinline__ bool score_gradients(const BackwardParams& p, const Storage& s, int row_begin, int tile,
+                                                Fetch&& fetch) {
+  ScoreFragments rS, rdP;
+  score_product<Shape::tile_d>(rS, s.q(), s.k(tile));
+  fetch();
+  score_product<Shape::tile_dv>(rdP, s.dout(), s.v(tile));
+  const bool masked = needs_mask(p, row_begin, tile);
+  const bool nonfinite = Config::has_band && masked && !(all_finite(rS) && all_finite(rdP));
+  differentiate_softmax(rS, rdP, s.rows(), p);
+  if (masked) clear_hidden(rS, rdP, p, row_begin, tile * Shape::tile_n);
+  store_scores(ScoreAddress(s.ds()), 0, rdP);
+  if (Config::has_band && masked) return __syncthreads_or(nonfinite);
+  __syncthreads();
+  return false;
+}
+
+// dQ by way of shared memory to its place.
+__device__ __forceinline__ void write_query_gradient(const BackwardParams& p, const TileCoordinate& c, const Storage& s,
+                                                     QueryGradient& rdQ) {
+  const WarpCoordinate w;
+  const int row_begin = c.query_tile * Shape::tile_m;
+#pragma unroll
+  for (int m = 0; m < Shape::m_tiles; ++m)
+#pragma unroll
+    for (int d = 0; d < Shape::d_tiles; ++d)
+#pragma unroll
+      for (float& x : rdQ[m][d]) x *= p.gradient_scale;
+  store_fragments<Shape::tile_d>(
+      s.q(), rdQ, [&](int m, int half) { return w.query_row() + 16 * m + 8 * half; },
+      [&](int d) { return TileLayout<Shape::tile_d>::part_chunk<Shape::warps_n>(w.n, d); });
+  __syncthreads();
+  char* dq = static_cast<char*>(p.dq) + c.batch * p.dq_batch + c.head * p.dq_head + row_begin * p.dq_row;
+  store_output<Shape::tile_d, Shape::tile_m, Shape::threads, Config::out_vector_bytes, Config::exact_dims>(
+      s.q(), dq, p.dq_row, 0, p.seqlen_q - row_begin, p.head_dim, rematerialized_thread());
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_per_sm)
+    sm80_backward_query(const __grid_constant__ cuflash::BackwardParams p) {
+  using namespace cuflash;
+  extern __shared__ __align__(128) char shared[];
+  const Storage s{shared_address(shared)};
+  const TileCoordinate c = TileCoordinate::of_block<Config::has_band>(p);
+  const int row_begin = c.query_tile * Shape::tile_m;
+  const KeyTiles tiles =
+      KeyTiles::make<Config::has_band, Shape::tile_n>(p, row_begin, min(row_begin + Shape::tile_m, p.seqlen_q));
+
+  const auto fetch = [&](int tile) {
+    if (tile < tiles.last) fetch_keys(p, c, tile, s);
+    cp_async_commit();
+  };
+  fetch_queries(p, c, s);
+  fetch(tiles.first);
+  QueryGradient rdQ = {};
+#pragma unroll 1
+  for (int tile = tiles.first; tile < tiles.last; ++tile) {
+    cp_async_wait<0>();
+    __syncthreads();
+    const bool visible_only = score_gradients(p, s, row_begin, tile, [&] {
+      if constexpr (Config::stages > 1) fetch(tile + 1);
+    });
+    if (visible_only) {
+      accumulate_visible_query_gradient(rdQ, s.ds(), s.k(tile), p, row_begin, tile * Shape::tile_n);
+    } else {
+      accumulate_query_gradient(rdQ, s.ds(), s.k(tile));
+    }
+    if constexpr (Config::stages == 1) {
+      __syncthreads();  // all have done with K
+      fetch(tile + 1);
+    }
+  }
+  cp_async_wait<0>();
+  __syncthreads();  // all have done with Q
+  write_query_gradient(p, c, s, rdQ);
+}

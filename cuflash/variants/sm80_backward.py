@@ -1,0 +1,483 @@
+"""The sm80 backward kernels: FlashAttention-2 on mma.sync and cp.async (cuda_src/sm80/sm80_backward*.cu).
+
+Runs on every GPU of compute capability 8.0 or more. A backward pass is three launches, in this order:
+
+1. ``sm80_backward_prepare``: ``delta = rowsum(dout * out) - dlse``, and zeros in the float32 sums of dq.
+2. ``sm80_backward``: dk and dv, each key tile by one block; dq is added to its sums by atomic operations.
+3. ``sm80_backward_finish``: the sums of dq, scaled and rounded, to dq.
+
+The deterministic pass instead lets ``sm80_backward`` leave dq alone and ``sm80_backward_query`` compute it.
+
+References
+----------
+Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023, section 3.2, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from cuflash.device import known_device
+from cuflash.problem import Problem
+from cuflash.variants.base import DeviceInfo, Operand
+from cuflash.variants.cuda import score_stage
+
+_RESERVED_SHARED = 1024  # bytes of shared memory that the driver takes for each block
+ROW_TILE = 128  # the workspace holds this many rows of a head, or a multiple; every tile_m divides it
+_SMALL_TILE = 64  # rows of a block of the kernels before and after
+_SMALL_WARPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardOperands:
+    """Layouts of the eight arrays of a backward call; dq, dk and dv are written."""
+
+    q: Operand
+    k: Operand
+    v: Operand
+    out: Operand
+    dout: Operand
+    dq: Operand
+    dk: Operand
+    dv: Operand
+
+    @property
+    def load_alignment(self) -> int:
+        """Bytes that q, k, v and dout can be read by."""
+        return min(x.alignment for x in (self.q, self.k, self.v, self.dout))
+
+
+@dataclass(frozen=True, slots=True)
+class _TileConfig:
+    """Template arguments of the two kernels that walk tiles.
+
+    Attributes
+    ----------
+    element : str
+        ``"bfloat16"`` or ``"float16"``.
+    tile_m, tile_n : int
+        Query rows and keys of one tile.
+    tile_d, tile_dv : int
+        head_dim and head_dim_v rounded up to multiples of 32.
+    warps, warps_n : int
+        Warps of a block; how many of them share the rows of a product and divide its columns.
+    stages : int
+        Tiles in shared memory of what the block walks along; with 1 the next is fetched when all have done with this.
+    blocks_per_sm : int
+        Blocks that registers and shared memory must leave room for on one multiprocessor.
+    rolled_spans : int
+        Spans of 64 columns in one step of the rolled loop over head_dim of the score products; 0 unrolls it.
+    key_blocks : int
+        Blocks of 16 keys in one step of the rolled loop over keys of the product for dq.
+    vector_bytes, out_vector_bytes : int
+        Width of loads and stores that the strides and addresses allow.
+    exact_dims : bool
+        Whether the head dims fill their tiles.
+    has_band : bool
+        Whether a causal mask or window hides keys.
+    score : str
+        Score stage of cuda_src/core/score.cuh.
+    """
+
+    element: str
+    tile_m: int
+    tile_n: int
+    tile_d: int
+    tile_dv: int
+    warps: int
+    warps_n: int
+    stages: int
+    blocks_per_sm: int
+    rolled_spans: int
+    key_blocks: int
+    vector_bytes: int
+    out_vector_bytes: int
+    exact_dims: bool
+    has_band: bool
+    score: str
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """The fields, with the derived sizes."""
+        tile = {"tile": (self.tile_m, self.tile_n), "threads": self.threads, "shared_bytes": self.shared_bytes}
+        return tile | asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Sm80BackwardConfig(_TileConfig):
+    """Template arguments of sm80_backward.cu.
+
+    Attributes
+    ----------
+    row_blocks : int
+        Blocks of 16 rows in one step of the rolled loop over query rows of the products for dk and dv.
+    accumulate_dq : bool
+        Whether dq is computed too, by atomic additions to its sums.
+    reduce_width : int
+        Numbers in one atomic addition: 4 from sm_90 on, else 1.
+    """
+
+    source: ClassVar[str] = "sm80/sm80_backward.cu"
+    kernel: ClassVar[str] = "sm80_backward"
+
+    row_blocks: int
+    accumulate_dq: bool
+    reduce_width: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: sK, sV, the ring of sQ and sdO, sP, sdS and the row statistics."""
+        keys = self.tile_n * (self.tile_d + self.tile_dv)
+        queries = self.stages * self.tile_m * (self.tile_d + self.tile_dv)
+        return 2 * (keys + queries + 2 * self.tile_m * self.tile_n) + 8 * self.tile_m
+
+
+@dataclass(frozen=True, slots=True)
+class Sm80BackwardQueryConfig(_TileConfig):
+    """Template arguments of sm80_backward_query.cu."""
+
+    source: ClassVar[str] = "sm80/sm80_backward_query.cu"
+    kernel: ClassVar[str] = "sm80_backward_query"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: sQ, sdO, the ring of sK and sV, sdS and the row statistics."""
+        queries = self.tile_m * (self.tile_d + self.tile_dv)
+        keys = self.stages * self.tile_n * (self.tile_d + self.tile_dv)
+        return 2 * (queries + keys + self.tile_m * self.tile_n) + 8 * self.tile_m
+
+
+@dataclass(frozen=True, slots=True)
+class Sm80BackwardPrepareConfig:
+    """Template arguments of sm80_backward_prepare.cu.
+
+    Attributes
+    ----------
+    element : str
+        ``"bfloat16"`` or ``"float16"``.
+    tile_m, warps : int
+        Query rows and warps of a block.
+    tile_d : int
+        head_dim rounded up to a multiple of 32: numbers in a row of the sums of dq.
+    vector_bytes : int
+        Width of loads that the strides and addresses of out and dout allow.
+    accumulate_dq : bool
+        Whether there are sums of dq, to be set to 0.
+    """
+
+    source: ClassVar[str] = "sm80/sm80_backward_prepare.cu"
+    kernel: ClassVar[str] = "sm80_backward_prepare"
+
+    element: str
+    tile_m: int
+    warps: int
+    tile_d: int
+    vector_bytes: int
+    accumulate_dq: bool
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sm80BackwardFinishConfig:
+    """Template arguments of sm80_backward_finish.cu.
+
+    Attributes
+    ----------
+    element : str
+        ``"bfloat16"`` or ``"float16"``.
+    tile_m, warps : int
+        Query rows and warps of a block.
+    tile_d : int
+        head_dim rounded up to a multiple of 32.
+    out_vector_bytes : int
+        Width of stores that the strides and address of dq allow.
+    exact_dims : bool
+        Whether head_dim fills its tile.
+    reduce_width : int
+        That of the Sm80BackwardConfig, which decides the order of the sums.
+    """
+
+    source: ClassVar[str] = "sm80/sm80_backward_finish.cu"
+    kernel: ClassVar[str] = "sm80_backward_finish"
+
+    element: str
+    tile_m: int
+    warps: int
+    tile_d: int
+    out_vector_bytes: int
+    exact_dims: bool
+    reduce_width: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: the rounded rows on their way out."""
+        return 2 * self.tile_m * self.tile_d
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """How to tile head dims up to `max_dim`, and the blocks per multiprocessor to aim for.
+
+    `warps_n` is lowered to 2 for head dims that are not multiples of 64: their swizzle has two parts.
+    """
+
+    max_dim: int
+    tile_m: int
+    tile_n: int
+    warps: int
+    warps_n: int
+    stages: int
+    blocks_per_sm: int
+    rolled_spans: int = 0
+    key_blocks: int = 4
+    row_blocks: int = 2
+
+
+# In order of preference for each size: the first whose blocks_per_sm fit a multiprocessor is taken, else the first that
+# fits at all.
+_TILES = (
+    _Tile(64, 128, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=2),
+    _Tile(64, 128, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
+    _Tile(64, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
+    _Tile(128, 64, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=2, rolled_spans=1),
+    _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2, rolled_spans=1),
+    _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1),
+    _Tile(256, 64, 64, warps=8, warps_n=4, stages=2, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
+    _Tile(256, 64, 64, warps=8, warps_n=4, stages=1, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
+    _Tile(256, 32, 32, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
+)
+
+_QUERY_TILES = (
+    _Tile(64, 64, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=3),
+    _Tile(64, 64, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=2),
+    _Tile(64, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
+    _Tile(128, 64, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=2, rolled_spans=1),
+    _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2, rolled_spans=1),
+    _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1),
+    _Tile(256, 64, 64, warps=8, warps_n=4, stages=2, blocks_per_sm=1, rolled_spans=1),
+    _Tile(256, 64, 64, warps=8, warps_n=4, stages=1, blocks_per_sm=1, rolled_spans=1),
+    _Tile(256, 32, 32, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
+)
+
+
+def _round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def padded_rows(problem: Problem) -> int:
+    """Rows of a head in the workspace."""
+    return _round_up(problem.seqlen_q, ROW_TILE)
+
+
+def workspace_shapes(problem: Problem, deterministic: bool) -> dict[str, tuple[int, ...]]:
+    """Shapes of the float32 arrays that a backward pass needs besides its results, contiguous, with no initial value.
+
+    ``delta`` is (batch, heads_q, padded_rows); ``dq_sum``, (batch, heads_q, padded_rows, tile_d), is absent from the
+    deterministic pass.
+    """
+    rows = (problem.batch, problem.heads_q, padded_rows(problem))
+    shapes: dict[str, tuple[int, ...]] = {"delta": rows}
+    if not deterministic:
+        shapes["dq_sum"] = (*rows, _round_up(problem.head_dim, 32))
+    return shapes
+
+
+def _reduce_width(device: DeviceInfo) -> int:
+    return 4 if device.compute_capability >= (9, 0) else 1
+
+
+def _fields(tile: _Tile, problem: Problem, operands: BackwardOperands, outputs: tuple[Operand, ...]) -> dict[str, Any]:
+    tile_d, tile_dv = _round_up(problem.head_dim, 32), _round_up(problem.head_dim_v, 32)
+    fields = asdict(tile)
+    del fields["max_dim"], fields["row_blocks"]
+    if tile_d % 64 or tile_dv % 64:
+        fields["warps_n"] = 2
+    return {
+        "element": problem.dtype,
+        "tile_d": tile_d,
+        "tile_dv": tile_dv,
+        "vector_bytes": operands.load_alignment,
+        "out_vector_bytes": min(x.store_bytes for x in outputs),
+        "exact_dims": (problem.head_dim, problem.head_dim_v) == (tile_d, tile_dv),
+        "has_band": problem.has_band,
+        "score": score_stage(problem),
+        **fields,
+    }
+
+
+def _choose(candidates: list[Any], device: DeviceInfo) -> Any:
+    fitting = [config for config in candidates if config.shared_bytes <= device.shared_memory]
+    if not fitting:
+        smallest = min(config.shared_bytes for config in candidates)
+        raise ValueError(
+            f"device {device.name!r} has {device.shared_memory} bytes of shared memory a block, and the smallest tile "
+            f"needs {smallest}; use a device with more"
+        )
+    together = (
+        config
+        for config in fitting
+        if config.blocks_per_sm * (config.shared_bytes + _RESERVED_SHARED) <= device.shared_memory_sm
+    )
+    return next(together, fitting[0])
+
+
+def _tiles_for(table: tuple[_Tile, ...], problem: Problem) -> list[_Tile]:
+    largest = max(problem.head_dim, problem.head_dim_v)
+    size = min(tile.max_dim for tile in table if largest <= tile.max_dim)
+    return [tile for tile in table if tile.max_dim == size]
+
+
+def backward_config(
+    problem: Problem, operands: BackwardOperands, device: DeviceInfo, *, deterministic: bool = False
+) -> Sm80BackwardConfig:
+    """The Config of the kernel that computes dk and dv, and unless deterministic the sums of dq.
+
+    Raises
+    ------
+    ValueError
+        When no tile fits the device's shared memory.
+    """
+    own: dict[str, Any] = {
+        "accumulate_dq": not deterministic,
+        "reduce_width": 1 if deterministic else _reduce_width(device),
+    }
+    candidates = [
+        Sm80BackwardConfig(
+            **_fields(tile, problem, operands, (operands.dk, operands.dv)), row_blocks=tile.row_blocks, **own
+        )
+        for tile in _tiles_for(_TILES, problem)
+    ]
+    chosen: Sm80BackwardConfig = _choose(candidates, device)
+    return chosen
+
+
+def query_config(problem: Problem, operands: BackwardOperands, device: DeviceInfo) -> Sm80BackwardQueryConfig:
+    """The Config of the kernel that computes dq in the deterministic pass.
+
+    Raises
+    ------
+    ValueError
+        When no tile fits the device's shared memory.
+    """
+    candidates = [
+        Sm80BackwardQueryConfig(**_fields(tile, problem, operands, (operands.dq,)))
+        for tile in _tiles_for(_QUERY_TILES, problem)
+    ]
+    chosen: Sm80BackwardQueryConfig = _choose(candidates, device)
+    return chosen
+
+
+def prepare_config(
+    problem: Problem, operands: BackwardOperands, *, deterministic: bool = False
+) -> Sm80BackwardPrepareConfig:
+    """The Config of the kernel that runs first."""
+    return Sm80BackwardPrepareConfig(
+        element=problem.dtype,
+        tile_m=_SMALL_TILE,
+        warps=_SMALL_WARPS,
+        tile_d=_round_up(problem.head_dim, 32),
+        vector_bytes=min(operands.out.alignment, operands.dout.alignment),
+        accumulate_dq=not deterministic,
+    )
+
+
+def finish_config(problem: Problem, operands: BackwardOperands, device: DeviceInfo) -> Sm80BackwardFinishConfig:
+    """The Config of the kernel that runs last, unless deterministic."""
+    tile_d = _round_up(problem.head_dim, 32)
+    return Sm80BackwardFinishConfig(
+        element=problem.dtype,
+        tile_m=_SMALL_TILE,
+        warps=_SMALL_WARPS,
+        tile_d=tile_d,
+        out_vector_bytes=operands.dq.store_bytes,
+        exact_dims=problem.head_dim == tile_d,
+        reduce_width=_reduce_width(device),
+    )
+
+
+def configs(
+    problem: Problem, operands: BackwardOperands, device: DeviceInfo, *, deterministic: bool = False
+) -> tuple[Any, ...]:
+    """The Configs of a whole backward pass in the order of their launches."""
+    first = prepare_config(problem, operands, deterministic=deterministic)
+    keys = backward_config(problem, operands, device, deterministic=deterministic)
+    if deterministic:
+        return first, keys, query_config(problem, operands, device)
+    return first, keys, finish_config(problem, operands, device)
+
+
+def grid(config: Any, problem: Problem) -> tuple[int, int, int]:
+    """Blocks of one of the kernels: (tiles, heads, batch). Only the first axis holds more than 65535."""
+    if isinstance(config, Sm80BackwardConfig):
+        return -(-problem.seqlen_k // config.tile_n), problem.heads_kv, problem.batch
+    rows = problem.seqlen_q if isinstance(config, Sm80BackwardQueryConfig) else padded_rows(problem)
+    return -(-rows // config.tile_m), problem.heads_q, problem.batch
+
+
+def ci_configs() -> Iterator[tuple[Any, str, tuple[str, ...]]]:
+    """See :func:`cuflash.variants.ci_configs`; without the deterministic pass where another case is much like it."""
+    masks: tuple[dict[str, Any], ...] = ({}, {"diag_upper": 0})
+    dims = [(d, d) for d in range(32, 257, 32)] + [(192, 128), (64, 256), (256, 32)]
+    cases: list[tuple[str, int, dict[str, Any]]] = []
+    for arch in ("sm_80", "sm_86", "sm_89", "sm_90"):
+        cases += [(arch, 16, {"head_dim": d, "head_dim_v": dv}) for d, dv in dims]
+    for d in (64, 128, 256):
+        cases += [("sm_90", align, {"head_dim": d - 5, "head_dim_v": d - 5}) for align in (16, 8, 4, 2)]
+        extras: tuple[dict[str, Any], ...] = ({"dtype": "float16"}, {"softcap": 30.0}, {"scale": -1.0})
+        cases += [("sm_90", 16, {"head_dim": d, "head_dim_v": d, **extra}) for extra in extras]
+    base = {
+        "batch": 1,
+        "seqlen_q": 256,
+        "seqlen_k": 256,
+        "heads_q": 1,
+        "heads_kv": 1,
+        "dtype": "bfloat16",
+        "scale": 1.0,
+    }
+    seen = set()
+    for arch, alignment, extra in cases:
+        operands = BackwardOperands(*[Operand((0, 0, 0), alignment)] * 8)
+        for mask in masks:
+            problem, device = Problem(**{**base, **extra, **mask}), known_device(arch)
+            found = list(configs(problem, operands, device))
+            if arch in ("sm_80", "sm_90"):
+                found += configs(problem, operands, device, deterministic=True)
+            for config in found:
+                if (config, arch) not in seen:
+                    seen.add((config, arch))
+                    yield config, arch, _expected(config, alignment)
+
+
+def _expected(config: Any, alignment: int) -> tuple[str, ...]:
+    """SASS opcodes that a kernel must contain."""
+    if isinstance(config, Sm80BackwardPrepareConfig | Sm80BackwardFinishConfig):
+        return ("STG",)
+    opcodes: tuple[str, ...] = ("HMMA", "LDSM") if alignment == 2 else ("HMMA", "LDSM", "LDGSTS")
+    if isinstance(config, Sm80BackwardConfig) and config.accumulate_dq:
+        opcodes += ("REDG",) if config.reduce_width == 4 else ("RED",)
+    return opcodes
