@@ -175,10 +175,11 @@ def two_pass_backward(
 ) -> tuple[Array, Array, Array]:
     """The backward pass of :func:`two_pass` as usually written in `dtype`: the yardstick of the error rule.
 
-    The standard backward pass of Dao et al. 2022 (appendix B.4, Algorithm 3), which keeps P: scores, softmax and all
-    accumulations are float32 (float64 for float64), while the matrices that it writes between its products, P, dP and
-    dS, are rounded to `dtype`, and so are the results. Parameters and results are those of
-    :func:`attention_backward_reference` but for the dtypes.
+    The standard backward pass of Dao et al. 2022 (appendix B.4, Algorithm 3), which writes P, dP and dS out: they are
+    rounded to `dtype` between the products, and so are the results, while scores and all accumulations are float32
+    (float64 for float64). As every implementation of ``cuflash.attention_backward`` it knows of the forward pass what
+    that has stored: P is exp(T - lse) and D the row sum of dout * out, with the lse and out of :func:`two_pass` in
+    their dtypes. Parameters and results are those of :func:`attention_backward_reference` but for the dtypes.
     """
     rounding = np.dtype(np.asarray(q).dtype if dtype is None else dtype)
     dout, q, k, v = (np.asarray(x).astype(rounding) for x in (dout, q, k, v))
@@ -543,8 +544,10 @@ class _BackwardCase:
 def _differentiate(
     case: _BackwardCase, compute: np.dtype[Any], rounding: np.dtype[Any] | None
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in `compute`, bshd; P, dP and dS are rounded to `rounding`."""
+    """(dq, dk, dv) in `compute`, bshd; P, dP, dS and the out that was stored are rounded to `rounding`."""
     forward, problem = case.case, case.case.problem
+    out, lse = _attend(forward, compute, rounding)
+    out = _round(out, rounding)
     dq, dk, dv = (np.zeros(x.shape, compute) for x in (forward.q, forward.k, forward.v))
     if problem.seqlen_k == 0:
         return dq, dk, dv
@@ -553,9 +556,11 @@ def _differentiate(
         with np.errstate(all="ignore"):
             q, k = forward.q[b, rows, h].astype(compute), forward.k[b, :, kv].astype(compute)
             v, dout = forward.v[b, :, kv].astype(compute), case.dout[b, rows, h].astype(compute)
-            weights, slope, visible = _softmax(problem, q, k, rows)
+            scores, slope = _scores(problem, q, k)
+            visible = _visible(problem, rows) & (lse[b, h, rows, None] != -np.inf)
+            weights = np.where(visible, np.exp(scores - lse[b, h, rows, None]), 0)
             weights, dweights = _round(weights, rounding), _round(dout @ v.T, rounding)
-            delta = np.where(visible, weights * dweights, 0).sum(axis=1, keepdims=True)
+            delta = (dout * out[b, rows, h]).sum(axis=1, keepdims=True)
             dlse = case.dlse[b, h, rows, None].astype(compute)
             dscores = _round(weights * (dweights - delta + dlse) * slope, rounding)
             dscores = np.where(visible, dscores, 0)
@@ -566,20 +571,14 @@ def _differentiate(
     return dq, dk, dv
 
 
-def _softmax(problem: Problem, q: Array, k: Array, rows: slice) -> tuple[Array, Array | float, Array]:
-    """Weights of some rows, the slope of their softcap, and the pairs that count: the visible ones of live rows."""
+def _scores(problem: Problem, q: Array, k: Array) -> tuple[Array, Array | float]:
+    """Scores of some rows after scale and softcap, masked pairs too, and the slope of the softcap."""
     compute = q.dtype.type
-    scores, slope = (q @ k.T) * compute(problem.scale), 1.0
-    if problem.softcap:
-        capped = np.tanh(scores / compute(problem.softcap))
-        scores, slope = compute(problem.softcap) * capped, 1 - np.square(capped)
-    visible = _visible(problem, rows)
-    scores[~visible] = -np.inf
-    top = scores.max(axis=1, keepdims=True)
-    weights = np.exp(scores - np.where(top == -np.inf, 0, top))
-    total = weights.sum(axis=1, keepdims=True)
-    visible &= total != 0
-    return np.where(visible, weights / total, 0), slope, visible
+    scores = (q @ k.T) * compute(problem.scale)
+    if not problem.softcap:
+        return scores, 1.0
+    capped = np.tanh(scores / compute(problem.softcap))
+    return compute(problem.softcap) * capped, 1 - np.square(capped)
 
 
 def _round(x: Array, dtype: np.dtype[Any] | None) -> Array:
