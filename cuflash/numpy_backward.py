@@ -320,7 +320,7 @@ class _Call:
         return weights, dscores
 
     def _slope(self, x: Array, slope: Array) -> Array:
-        """The derivative of tanh, ``4 e / (1 + e)^2`` with ``e = exp(-2 |x|)``: 1 - tanh^2 cancels where tanh is near 1."""
+        """The derivative of tanh, 4 e / (1 + e)^2 with e = exp(-2 |x|): 1 - tanh^2 cancels where tanh is near 1."""
         np.multiply(np.abs(x, out=slope), -2, out=slope)
         np.exp(slope, out=slope)
         denominator = np.add(slope, 1)

@@ -156,7 +156,7 @@ def attention_backward_reference(
        arXiv:2307.08691, section 3.2.
     """
     case = _BackwardCase.make(dout, q, k, v, dlse, check_options(causal, window, softcap, scale, layout))
-    return case.restore(_differentiate(case, np.dtype(np.float64), None))
+    return case.restore(_differentiate(case, np.dtype(np.float64)))
 
 
 def two_pass_backward(
@@ -164,6 +164,8 @@ def two_pass_backward(
     q: Any,
     k: Any,
     v: Any,
+    out: Any,
+    lse: Any,
     *,
     dlse: Any = None,
     dtype: Any = None,
@@ -173,19 +175,19 @@ def two_pass_backward(
     scale: float | None = None,
     layout: Layout = "bshd",
 ) -> tuple[Array, Array, Array]:
-    """The backward pass of :func:`two_pass` as usually written in `dtype`: the yardstick of the error rule.
+    """The two-pass backward as usually written in `dtype` (default that of q): the yardstick of the error rule.
 
-    The standard backward pass of Dao et al. 2022 (appendix B.4, Algorithm 3), which writes P, dP and dS out: they are
-    rounded to `dtype` between the products, and so are the results, while scores and all accumulations are float32
-    (float64 for float64). As every implementation of ``cuflash.attention_backward`` it knows of the forward pass what
-    that has stored: P is exp(T - lse) and D the row sum of dout * out, with the lse and out of :func:`two_pass` in
-    their dtypes. Parameters and results are those of :func:`attention_backward_reference` but for the dtypes.
+    The standard backward pass of Dao et al. 2022 (appendix B.4, Algorithm 3), which writes P, dP and dS out, on what a
+    forward pass has stored, as ``cuflash.attention_backward`` takes it: P is exp(T - lse) and D the row sum of
+    dout * out. The inputs, P, dP, dS and the results are rounded to `dtype`; scores and all accumulations are float32
+    (float64 for float64). Other parameters and results are those of :func:`attention_backward_reference`.
     """
     rounding = np.dtype(np.asarray(q).dtype if dtype is None else dtype)
-    dout, q, k, v = (np.asarray(x).astype(rounding) for x in (dout, q, k, v))
-    case = _BackwardCase.make(dout, q, k, v, dlse, check_options(causal, window, softcap, scale, layout))
+    dout, q, k, v, out = (np.asarray(x).astype(rounding) for x in (dout, q, k, v, out))
+    options = check_options(causal, window, softcap, scale, layout)
+    case = _BackwardCase.make(dout, q, k, v, dlse, options)
     with np.errstate(all="ignore"):
-        wide = _differentiate(case, _compute_dtype(rounding), rounding)
+        wide = _differentiate(case, _compute_dtype(rounding), case.stored(out, lse), rounding)
         dq, dk, dv = case.restore((wide[0].astype(rounding), wide[1].astype(rounding), wide[2].astype(rounding)))
     return dq, dk, dv
 
@@ -274,6 +276,8 @@ def check_backward(
     q: Any,
     k: Any,
     v: Any,
+    out: Any,
+    lse: Any,
     *,
     dlse: Any = None,
     causal: Any = False,
@@ -284,8 +288,10 @@ def check_backward(
 ) -> tuple[ErrorReport, ErrorReport, ErrorReport]:
     """Check gradients (dq, dk, dv) (NumPy arrays in the dtype of the inputs) against float64.
 
-    The rule is that of :func:`check_forward`, for each of the three alike, with :func:`attention_backward_reference`
-    (in extended precision for float64) as the truth and :func:`two_pass_backward` as the yardstick.
+    The rule is that of :func:`check_forward`, for each of the three alike. The truth is
+    :func:`attention_backward_reference` (in extended precision for float64), which does without `out` and `lse`; the
+    yardstick is :func:`two_pass_backward` of the same stored `out` and `lse`, which are to be held to
+    :func:`check_forward` themselves.
 
     Returns
     -------
@@ -300,8 +306,8 @@ def check_backward(
     case = _BackwardCase.make(dout, q, k, v, dlse, check_options(causal, window, softcap, scale, layout))
     dtype = np.asarray(grads[0]).dtype
     exact_dtype = np.dtype(np.longdouble if dtype == np.float64 else np.float64)
-    exact = case.restore(_differentiate(case, exact_dtype, None))
-    yardstick = case.restore(_differentiate(case, _compute_dtype(dtype), dtype))
+    exact = case.restore(_differentiate(case, exact_dtype))
+    yardstick = case.restore(_differentiate(case, _compute_dtype(dtype), case.stored(out, lse), dtype))
     reports = []
     for name, got, want, usual in zip(("dq", "dk", "dv"), map(np.asarray, grads), exact, yardstick, strict=True):
         if got.shape != want.shape or got.dtype != dtype:
@@ -457,6 +463,24 @@ class _Case:
         restored: Array = lse[index]
         return restored
 
+    def of_out(self, name: str, x: Any) -> Array:
+        """An array of the shape of out, in bshd order."""
+        p, x = self.problem, np.asarray(x)
+        shape = (p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)
+        view = _to_bshd(x, self.layout) if x.ndim == self.ndim else x
+        if view.shape != shape:
+            raise ValueError(f"{name} has shape {x.shape}; it must be that of q with the head_dim of v")
+        return view
+
+    def of_lse(self, name: str, x: Any) -> Array:
+        """An array of the shape of the lse, (batch, heads_q, seqlen_q)."""
+        p, x = self.problem, np.asarray(x)
+        shape = (p.batch, p.heads_q, p.seqlen_q)
+        if x.shape != shape[4 - self.ndim :]:
+            raise ValueError(f"{name} has shape {x.shape}; it must be {shape[4 - self.ndim :]}, that of the lse")
+        full: Array = x.reshape(shape)
+        return full
+
 
 def _to_bshd(x: Array, layout: Layout) -> Array:
     shape = canonical_axes("array", x.shape, layout)
@@ -524,16 +548,14 @@ class _BackwardCase:
 
     @classmethod
     def make(cls, dout: Any, q: Any, k: Any, v: Any, dlse: Any, options: Options) -> _BackwardCase:
-        case, dout = _Case.make(q, k, v, options), np.asarray(dout)
+        case = _Case.make(q, k, v, options)
         p = case.problem
-        expected = (*np.shape(q)[:-1], np.shape(v)[-1])
-        if dout.shape != expected:
-            raise ValueError(f"dout has shape {dout.shape}; it must be {expected}, that of q with the head_dim of v")
-        lse_shape = (p.batch, p.heads_q, p.seqlen_q)
-        dlse = np.zeros(lse_shape[4 - case.ndim :]) if dlse is None else np.asarray(dlse)
-        if dlse.shape != lse_shape[4 - case.ndim :]:
-            raise ValueError(f"dlse has shape {dlse.shape}; it must be {lse_shape[4 - case.ndim :]}, that of the lse")
-        return cls(case, _to_bshd(dout, options.layout), dlse.reshape(lse_shape))
+        dlse = np.zeros((p.batch, p.heads_q, p.seqlen_q)) if dlse is None else case.of_lse("dlse", dlse)
+        return cls(case, case.of_out("dout", dout), dlse)
+
+    def stored(self, out: Any, lse: Any) -> tuple[Array, Array]:
+        """Out and lse of a forward pass in bshd order."""
+        return self.case.of_out("out", out), self.case.of_lse("lse", lse)
 
     def restore(self, grads: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         """Dq, dk and dv in the caller's layout and number of dimensions."""
@@ -542,12 +564,14 @@ class _BackwardCase:
 
 
 def _differentiate(
-    case: _BackwardCase, compute: np.dtype[Any], rounding: np.dtype[Any] | None
+    case: _BackwardCase,
+    compute: np.dtype[Any],
+    stored: tuple[Array, Array] | None = None,
+    rounding: np.dtype[Any] | None = None,
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in `compute`, bshd; P, dP, dS and the out that was stored are rounded to `rounding`."""
+    """(dq, dk, dv) in `compute`, bshd, from out and lse if they are given; P, dP and dS are rounded to `rounding`."""
     forward, problem = case.case, case.case.problem
-    out, lse = _attend(forward, compute, rounding)
-    out = _round(out, rounding)
+    out, lse = (x.astype(compute) for x in stored or _attend(forward, compute, None))
     dq, dk, dv = (np.zeros(x.shape, compute) for x in (forward.q, forward.k, forward.v))
     if problem.seqlen_k == 0:
         return dq, dk, dv
@@ -556,7 +580,7 @@ def _differentiate(
         with np.errstate(all="ignore"):
             q, k = forward.q[b, rows, h].astype(compute), forward.k[b, :, kv].astype(compute)
             v, dout = forward.v[b, :, kv].astype(compute), case.dout[b, rows, h].astype(compute)
-            scores, slope = _scores(problem, q, k)
+            scores, slope = _scores(problem, q, k, usual=stored is not None)
             visible = _visible(problem, rows) & (lse[b, h, rows, None] != -np.inf)
             weights = np.where(visible, np.exp(scores - lse[b, h, rows, None]), 0)
             weights, dweights = _round(weights, rounding), _round(dout @ v.T, rounding)
@@ -571,14 +595,18 @@ def _differentiate(
     return dq, dk, dv
 
 
-def _scores(problem: Problem, q: Array, k: Array) -> tuple[Array, Array | float]:
-    """Scores of some rows after scale and softcap, masked pairs too, and the slope of the softcap."""
+def _scores(problem: Problem, q: Array, k: Array, usual: bool) -> tuple[Array, Array | float]:
+    """Scores of some rows after scale and softcap, masked pairs too, and the slope of the softcap.
+
+    The slope is usually written 1 - tanh^2, which cancels where tanh is near 1; the truth takes 1 / cosh^2.
+    """
     compute = q.dtype.type
     scores = (q @ k.T) * compute(problem.scale)
     if not problem.softcap:
         return scores, 1.0
-    capped = np.tanh(scores / compute(problem.softcap))
-    return compute(problem.softcap) * capped, 1 - np.square(capped)
+    ratio = scores / compute(problem.softcap)
+    capped = np.tanh(ratio)
+    return compute(problem.softcap) * capped, 1 - np.square(capped) if usual else 1 / np.square(np.cosh(ratio))
 
 
 def _round(x: Array, dtype: np.dtype[Any] | None) -> Array:
