@@ -116,7 +116,7 @@ class _Head:
         self.dlse: Array = np.zeros((*rows, 1), plan.compute)
         self.dead: Array = np.empty(rows, bool)  # rows without a key
         self.has_dead = [False] * len(tiles)
-        self.is_finite = [True] * len(tiles)  # q and dout of the live rows
+        self.is_finite = [True] * len(tiles)  # q and dout
         self.next_key_tile = [queries.tile.first for queries in tiles]  # whose turn it is to add to dq
 
 
@@ -223,7 +223,6 @@ class _Call:
         head.lse[here][:, 0] = lse[at]
         dead = np.equal(head.lse[here][:, 0], -np.inf, out=head.dead[here])
         head.has_dead[index] = bool(dead.any())
-        head.lse[here][dead] = np.inf  # so that the weights are exp(-inf) = 0
         loaded = self._load_queries(head, queries, scratch)
         head.is_finite[index] = all(bool(np.isfinite(x[: tile.rows]).all()) for x in loaded)
         # The diagonal of dout @ out.T, by the product that gives dP: where out is a row of v they cancel exactly.
@@ -232,19 +231,16 @@ class _Call:
         score_products(loaded[1][None], outs[None], products[None, None], scratch.spare)
         delta = head.delta[here][:, 0]
         delta[...] = products.diagonal()[: tile.rows]
-        delta[dead] = 0
         if dlse is not None:
             head.dlse[here][:, 0] = dlse[at]
 
     def _load_queries(self, head: _Head, queries: _Queries, scratch: _Scratch) -> tuple[Array, Array]:
-        """(q, dout) of a query tile in the compute dtype, with zeros for rows that are missing or have no key."""
-        loaded = []
-        for buffer, x in ((scratch.q, self.inputs[1]), (scratch.dout, self.inputs[0])):
-            rows = load_rows(buffer[: queries.padded], self._rows(head, x, queries.tile))
-            if head.has_dead[queries.index]:
-                rows[: queries.tile.rows][self._dead(head, queries.tile)] = 0
-            loaded.append(rows)
-        return loaded[0], loaded[1]
+        """(q, dout) of a query tile in the compute dtype, with zeros for the rows that are missing."""
+        dout, q, *_ = self.inputs
+        return (
+            load_rows(scratch.q[: queries.padded], self._rows(head, q, queries.tile)),
+            load_rows(scratch.dout[: queries.padded], self._rows(head, dout, queries.tile)),
+        )
 
     def _dead(self, head: _Head, tile: Tile) -> Array:
         dead: Array = head.dead[tile.head, tile.start : tile.start + tile.rows]

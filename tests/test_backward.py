@@ -303,6 +303,16 @@ def test_row_whose_scores_are_all_minus_infinity(target):
     check_backward(grads, dout, q, k, v, out, lse)
 
 
+@computed
+def test_row_whose_only_key_gives_a_score_of_minus_infinity(target):
+    q, k, v = target.inputs(m=60, n=60)
+    dout, q[0, 0], k[0, 0] = dout_of(target, q, v), 1, -np.inf
+    options = {"window": (0, 0)}  # each row sees one key
+    grads, out, lse = target.differentiate(dout, q, k, v, **options)
+    assert lse[0, 0, 0] == -np.inf and not any(wide(x[0, 0]).any() for x in grads)
+    check_backward(grads, dout, q, k, v, out, lse, **options)
+
+
 # ---- properties ------------------------------------------------------------------------------------------------------
 
 # Where one row or key decides the largest error, the error rule compares two random numbers.
