@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
-from cuflash.api import attention
+from cuflash.api import attention, attention_backward
 from cuflash.errors import CompilationError, UnsupportedProblem
 from cuflash.explain import explain
 from cuflash.precompile import precompile
@@ -13,4 +13,12 @@ try:
 except _PackageNotFoundError:  # imported from a checkout that is not installed
     __version__ = "0.0.0+unknown"
 
-__all__ = ["CompilationError", "UnsupportedProblem", "__version__", "attention", "explain", "precompile"]
+__all__ = [
+    "CompilationError",
+    "UnsupportedProblem",
+    "__version__",
+    "attention",
+    "attention_backward",
+    "explain",
+    "precompile",
+]

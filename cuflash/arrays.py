@@ -223,7 +223,7 @@ class TorchAdapter(Adapter):
     def facts(self, x: Any, name: str) -> tuple[int, Hashable]:
         if x.requires_grad and self._grad_enabled():
             raise ValueError(
-                f"{name} requires gradients, which cuflash.attention does not record; "
+                f"{name} requires gradients, which cuflash does not record; "
                 f"call it under torch.no_grad() or pass {name}.detach()"
             )
         forward_ad = self._forward_ad

@@ -201,12 +201,14 @@ def explain(
     """
     options = check_options(causal, window, softcap, scale, layout)
     adapter = adapter_of(q, "q")
-    check_frameworks(adapter, k, v, out)
+    given = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
+    check_frameworks(adapter, given)
     if isinstance(adapter, DLPackAdapter):
-        adapter, q, k, v, out = to_native(adapter, q, k, v, out)
-    for name, x in zip(NAMES, (q, k, v), strict=True):
+        adapter, given = to_native(adapter, given)
+    inputs = [given[name] for name in NAMES]
+    for name, x in zip(NAMES, inputs, strict=True):
         adapter.facts(x, name)  # for its refusals
-    call = check_call(adapter, (q, k, v), options, out)
+    call = check_call(adapter, inputs, options, given.get("out"))
     copies = {name: why for name, why in zip(NAMES, call.copies, strict=True) if why is not None}
     return explain_problem(call.problem, call.device, call.operands, variant=variant, copies=copies)
 

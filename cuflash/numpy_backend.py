@@ -136,7 +136,7 @@ class _Scratch:
         self.spare = buffer(plan.products * max(plan.tile_k, PARTS * width))  # addends of scores, then of values
 
 
-def _view(buffer: Array, *shape: int) -> Array:
+def view_as(buffer: Array, *shape: int) -> Array:
     """The first elements of a flat buffer, in a shape."""
     return buffer[: math.prod(shape)].reshape(shape)
 
@@ -187,8 +187,8 @@ def _run_chunk(
             rows = slice(index * plan.tile_k, (index + count) * plan.tile_k)
             keys, values, special = k[rows], v[rows], None
             if not (in_place and whole):
-                keys = _load(scratch.k[: count * plan.tile_k], keys)
-                values = _load(scratch.v[: count * plan.tile_k], values)
+                keys = load_rows(scratch.k[: count * plan.tile_k], keys)
+                values = load_rows(scratch.v[: count * plan.tile_k], values)
             if v_scale is not None:
                 special = np.where(np.isfinite(values), 0, values)
                 np.copyto(values, 0, where=special != 0)
@@ -206,7 +206,7 @@ def _can_stay(plan: Plan, k: Array, v: Array) -> bool:
     return strides_keep_bits(compute.name, problem.head_dim, problem.head_dim_v, plan.tile_q, plan.tile_k)
 
 
-def _load(buffer: Array, rows: Array) -> Array:
+def load_rows(buffer: Array, rows: Array) -> Array:
     """Copy rows to the compute dtype and zero the rows that are missing."""
     np.copyto(buffer[: len(rows), : rows.shape[1]], rows)
     buffer[len(rows) :] = 0
@@ -214,7 +214,7 @@ def _load(buffer: Array, rows: Array) -> Array:
 
 
 def _load_queries(plan: Plan, scratch: _Scratch, slot: int, padded: int, tile: Tile, q: Array) -> None:
-    queries = _load(scratch.q[slot, :padded], q[tile.start : tile.start + tile.rows])
+    queries = load_rows(scratch.q[slot, :padded], q[tile.start : tile.start + tile.rows])
     if plan.scale_before is not None:
         np.multiply(queries, plan.scale_before, out=queries)
     scratch.acc[slot] = 0
@@ -238,7 +238,7 @@ def _update(
     and the long calls without the GIL are what lets the workers overlap. The sums still run tile by tile.
     """
     rows, count, slot_count = chunk.rows, len(keys) // plan.tile_k, slots.stop - slots.start
-    products = _view(scratch.scores, count, slot_count, chunk.padded, plan.tile_k)
+    products = view_as(scratch.scores, count, slot_count, chunk.padded, plan.tile_k)
     scores = products[:, :, :rows]  # the padding rows may hold anything: nothing reads them
     score_products(scratch.q[slots, : chunk.padded], _tiles(keys, count), products, scratch.spare)
     _finish_scores(plan, scores)
@@ -253,7 +253,7 @@ def _update(
     np.subtract(scores, tops[1:], out=scores)
     np.exp(scores, out=scores)
     sums = np.vecdot(scores, _ones(plan.tile_k, plan.compute))[..., None]
-    parts = _view(scratch.spare, count, slot_count, PARTS, chunk.padded, plan.width)
+    parts = view_as(scratch.spare, count, slot_count, PARTS, chunk.padded, plan.width)
     value_products(products, _tiles(values, count)[:, None], parts)
     weighted = np.add.reduce(parts[:, :, :, :rows], axis=2)
     if special is not None:

@@ -6,14 +6,14 @@ outputs and launches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from cuflash.arrays import Adapter, view_extent
+from cuflash.arrays import Adapter, numpy_dtype, view_extent
 from cuflash.dlpack import row_major
 from cuflash.problem import Layout, Options, Problem, canonical_axes, make_problem
 from cuflash.select import check_variant, device_of, select
@@ -71,18 +71,18 @@ def check_call(adapter: Adapter, arrays: Sequence[Any], options: Options, out: A
     for name, view in (("k", k), ("v", v)):
         if view.dtype != q.dtype:
             raise TypeError(f"q is {q.dtype} but {name} is {view.dtype}; cast them to one dtype")
-        if _place(view) != _place(q):
-            raise ValueError(f"q is on {_place(q)} but {name} is on {_place(view)}; move them to one device")
+        if place_of(view) != place_of(q):
+            raise ValueError(f"q is on {place_of(q)} but {name} is on {place_of(view)}; move them to one device")
     problem = make_problem(q.shape, k.shape, v.shape, q.dtype, options)
     out_shape = (*q.shape[:-1], v.shape[-1])
-    out_view = None if out is None else _check_out(adapter, out, out_shape, q)
+    out_view = None if out is None else check_result(adapter, "out", out, out_shape, "q with the head_dim of v", q)
     copies = tuple(adapter.copy_reason(x, view) for x, view in zip(arrays, (q, k, v), strict=True))
     q_operand, k_operand, v_operand = (
-        _fresh(view.shape, problem, options.layout) if why else operand_of(view, problem, options.layout)
+        fresh_operand(view.shape, problem, options.layout) if why else operand_of(view, problem, options.layout)
         for view, why in zip((q, k, v), copies, strict=True)
     )
     out_operand = (
-        _fresh(out_shape, problem, options.layout)
+        fresh_operand(out_shape, problem, options.layout)
         if out_view is None
         else operand_of(out_view, problem, options.layout)
     )
@@ -100,7 +100,8 @@ def check_call(adapter: Adapter, arrays: Sequence[Any], options: Options, out: A
     )
 
 
-def _place(view: View) -> str:
+def place_of(view: View) -> str:
+    """The device of an array in words."""
     return "the CPU" if view.device_kind == "cpu" else f"cuda:{view.device_index}"
 
 
@@ -112,7 +113,7 @@ def operand_of(view: View, problem: Problem, layout: Layout) -> Operand:
     return Operand((batch, seqlen, heads), low & -low or _ALIGNMENT)
 
 
-def _fresh(shape: tuple[int, ...], problem: Problem, layout: Layout) -> Operand:
+def fresh_operand(shape: tuple[int, ...], problem: Problem, layout: Layout) -> Operand:
     """Layout of a C-contiguous array that is yet to be allocated."""
     return operand_of(View(0, shape, row_major(shape), problem.dtype, "cpu", 0, False), problem, layout)
 
@@ -122,7 +123,7 @@ def contiguous_operands(problem: Problem) -> Operands:
     p = problem
     return Operands(
         *(
-            _fresh(shape, p, "bshd")
+            fresh_operand(shape, p, "bshd")
             for shape in (
                 (p.batch, p.seqlen_q, p.heads_q, p.head_dim),
                 (p.batch, p.seqlen_k, p.heads_kv, p.head_dim),
@@ -133,20 +134,26 @@ def contiguous_operands(problem: Problem) -> Operands:
     )
 
 
-def _check_out(adapter: Adapter, out: Any, shape: tuple[int, ...], q: View) -> View:
-    view = adapter.view(out, "out")
+def check_like_q(name: str, view: View, shape: tuple[int, ...], source: str, q: View) -> None:
+    """Refuse an array that has not the given shape (that of `source`), the dtype of q and its device."""
     if view.shape != shape:
-        raise ValueError(f"out has shape {view.shape}; it must be {shape} (the shape of q with the head_dim of v)")
+        raise ValueError(f"{name} has shape {view.shape}; it must be {shape} (the shape of {source})")
     if view.dtype != q.dtype:
-        raise TypeError(f"q is {q.dtype} but out is {view.dtype}; pass an out of the dtype of q")
-    if _place(view) != _place(q):
-        raise ValueError(f"q is on {_place(q)} but out is on {_place(view)}; pass an out on the device of q")
+        raise TypeError(f"q is {q.dtype} but {name} is {view.dtype}; pass {name} in the dtype of q")
+    if place_of(view) != place_of(q):
+        raise ValueError(f"q is on {place_of(q)} but {name} is on {place_of(view)}; pass {name} on the device of q")
+
+
+def check_result(adapter: Adapter, name: str, x: Any, shape: tuple[int, ...], source: str, q: View) -> View:
+    """Describe the caller's array for a result, refusing one that does not fit or cannot be written."""
+    view = adapter.view(x, name)
+    check_like_q(name, view, shape, source, q)
     if view.read_only:
-        raise ValueError("out is read-only; pass an array that can be written")
-    if reason := adapter.copy_reason(out, view):
-        raise ValueError(f"out cannot be written in place: {reason}; pass a C-contiguous array")
+        raise ValueError(f"{name} is read-only; pass an array that can be written")
+    if reason := adapter.copy_reason(x, view):
+        raise ValueError(f"{name} cannot be written in place: {reason}; pass a C-contiguous array")
     if _may_self_overlap(view):
-        raise ValueError(f"out has strides {view.strides} for shape {shape}: its elements share memory; pass a copy")
+        raise ValueError(f"{name} has strides {view.strides} for shape {shape}: its elements share memory; pass a copy")
     return view
 
 
@@ -175,24 +182,37 @@ class _Ghost:
 
 
 class OutGuard:
-    """Refuses, at each call, an `out` that shares memory with an input (their addresses are not part of the plan)."""
+    """Refuses, at each call, results that share memory with an input or each other (addresses are not in the plan).
 
-    def __init__(self, inputs: tuple[View, View, View], out: View, itemsize: int) -> None:
-        self._itemsize = itemsize
+    Parameters
+    ----------
+    inputs, outs : mapping of str to View
+        By their names in errors.
+    """
+
+    def __init__(self, inputs: Mapping[str, View], outs: Mapping[str, View]) -> None:
+        self._names = (*inputs, *outs)
+        self._inputs = len(inputs)
         # Without the owners: a plan must not keep the arrays of its first call alive.
-        self._views = [replace(view, owner=None) for view in (*inputs, out)]
-        self._extents = [view_extent(view, self._itemsize) for view in self._views]
+        self._views = [replace(view, owner=None) for view in (*inputs.values(), *outs.values())]
+        self._itemsizes = [numpy_dtype(view.dtype).itemsize for view in self._views]
+        self._extents = [view_extent(*pair) for pair in zip(self._views, self._itemsizes, strict=True)]
 
-    def check(self, addresses: tuple[int, int, int, int]) -> None:
-        (*extents, (low, high)), address = self._extents, addresses[3]
-        for i, (first, last) in enumerate(extents):
-            apart = address + high <= addresses[i] + first or addresses[i] + last <= address + low
-            if not apart and first < last and low < high and self._share(i, addresses):
-                raise ValueError(f"out shares memory with {NAMES[i]}, which is read while out is written; pass another")
+    def check(self, addresses: Sequence[int]) -> None:
+        """`addresses` are those of the inputs, then of the results."""
+        spans = [(at + low, at + high) for at, (low, high) in zip(addresses, self._extents, strict=True)]
+        for out in range(self._inputs, len(spans)):
+            low, high = spans[out]
+            for i, (first, last) in enumerate(spans[:out]):
+                apart = high <= first or last <= low
+                if not apart and first < last and low < high and self._share(i, out, addresses):
+                    one, other = self._names[out], self._names[i]
+                    why = f"which is read while {one} is written" if i < self._inputs else "which is written too"
+                    raise ValueError(f"{one} shares memory with {other}, {why}; pass another")
 
-    def _share(self, i: int, addresses: tuple[int, int, int, int]) -> bool:
+    def _share(self, i: int, out: int, addresses: Sequence[int]) -> bool:
         """Exact test, for interleaved arrays such as slices of one packed buffer."""
-        one, other = (np.asarray(_Ghost(addresses[n], self._views[n], self._itemsize)) for n in (i, 3))
+        one, other = (np.asarray(_Ghost(addresses[n], self._views[n], self._itemsizes[n])) for n in (i, out))
         try:
             return np.shares_memory(one, other, max_work=_MAX_OVERLAP_WORK)  # type: ignore[arg-type]
         except np.exceptions.TooHardError:
@@ -230,7 +250,8 @@ class _Outputs:
         self.adapter = adapter
         self.new_out = adapter.allocator(call.out_shape, problem.dtype, q)
         self.new_lse = adapter.allocator(call.lse_shape, problem.lse_dtype, q) if return_lse else None
-        self.guard = None if call.out is None else OutGuard(call.views, call.out, problem.itemsize)
+        inputs = dict(zip(NAMES, call.views, strict=True))
+        self.guard = None if call.out is None else OutGuard(inputs, {"out": call.out})
         self.copies = tuple(why is not None for why in call.copies) if any(call.copies) else None
 
     def copied(self, arrays: tuple[Any, Any, Any]) -> list[Any]:

@@ -91,6 +91,32 @@ class Problem:
         return 2 * self.batch * self.heads_q * self.visible_pairs() * (self.head_dim + self.head_dim_v)
 
 
+@dataclass(frozen=True, slots=True)
+class BackwardProblem(Problem):
+    """One attention backward pass: the forward problem whose gradients are wanted, and how.
+
+    Attributes
+    ----------
+    has_dlse : bool
+        Whether a gradient arrives through the log-sum-exp too.
+    deterministic : bool
+        Whether repeated calls must give the same bits.
+    """
+
+    has_dlse: bool = False
+    deterministic: bool = False
+
+    @property
+    def has_no_gradients(self) -> bool:
+        """Whether no gradient has any element; without visible pairs they are zeros, which have to be written."""
+        return self.batch == 0 or self.seqlen_q == self.seqlen_k == 0
+
+    def flops(self) -> int:
+        """Multiply-add FLOPs of the five matrix products over the visible pairs: S, dP, dQ, dK and dV."""
+        pairs = 2 * self.batch * self.heads_q * self.visible_pairs()
+        return pairs * (3 * self.head_dim + 2 * self.head_dim_v)
+
+
 def _count_below(problem: Problem, diagonal: int | None, default: int) -> int:
     """Pairs with j - i <= diagonal inside the seqlen_q x seqlen_k rectangle."""
     d = default if diagonal is None else diagonal
@@ -129,6 +155,18 @@ def check_options(causal: object, window: object, softcap: object, scale: object
         scale=_check_scale(scale),
         layout=_check_layout(layout),
     )
+
+
+def check_deterministic(deterministic: object) -> bool:
+    """Check the option of the backward pass.
+
+    Raises
+    ------
+    TypeError
+    """
+    if isinstance(deterministic, bool):
+        return deterministic
+    raise TypeError(f"deterministic={deterministic!r} must be True or False, not {type(deterministic).__name__}")
 
 
 def _check_causal(causal: object) -> Causal:

@@ -1,4 +1,4 @@
-"""The float64 oracle, the two-pass attention of each dtype, and the error rule that ties a result to both.
+"""The float64 oracles, the two-pass attention of each dtype, and the error rule that ties a result to both.
 
 Everything here is written for plainness, not speed: one (batch, head) at a time, a few query rows at a time, so that
 memory stays bounded at any length.
@@ -95,6 +95,103 @@ def two_pass(
     return (result, case.restore_lse(lse)) if return_lse else result
 
 
+def attention_backward_reference(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    dlse: Any = None,
+    causal: Any = False,
+    window: Any = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    layout: Layout = "bshd",
+) -> tuple[Array, Array, Array]:
+    r"""Gradients of attention in float64, by hand, on the exact values of the inputs.
+
+    With the loss :math:`\phi`, :math:`dX = \partial \phi / \partial X`, scores
+    :math:`S = \mathrm{scale} \cdot Q K^T`, :math:`T = S` or :math:`c \tanh(S / c)` with a softcap :math:`c`, row sums
+    :math:`L_i = \log \sum_j e^{T_{ij}}` over the keys that row :math:`i` sees, weights
+    :math:`P_{ij} = e^{T_{ij} - L_i}` (0 for masked pairs) and :math:`O = P V` ([1]_, appendix B.2; [2]_, section 3.2)::
+
+        dV    = P^T dO
+        dP    = dO V^T
+        D_i   = sum_j P_ij dP_ij        = sum_c dO_ic O_ic, which needs no row of P
+        dT_ij = P_ij (dP_ij - D_i + dL_i)
+        dS_ij = dT_ij (1 - (T_ij / c)^2), or dT_ij without a softcap
+        dQ    = scale * dS K
+        dK    = scale * dS^T Q
+
+    :math:`dT` is the softmax's Jacobian :math:`\mathrm{diag}(P_i) - P_i P_i^T` times :math:`dP_i`, and
+    :math:`\partial L_i / \partial T_{ij} = P_{ij}` adds the gradient that arrives through the lse. Query heads
+    that share a key/value head add their dK and dV.
+
+    Parameters
+    ----------
+    dout : array-like
+        Gradient of the loss by out, of its shape: that of q with the last axis of v.
+    q, k, v, causal, window, softcap, scale, layout
+        As in :func:`attention_reference`.
+    dlse : array-like, optional
+        Gradient of the loss by the lse, (batch, heads, seqlen_q) without the axes that q lacks; 0 when None.
+
+    Returns
+    -------
+    dq, dk, dv : numpy.ndarray
+        float64, of the shapes of q, k and v. Rows without a key (lse of -inf) have a zero dq and add nothing to dk and
+        dv, whatever their q and dout hold; keys that no row sees have zero dk and dv. NaN and inf reach the gradients
+        of the rows and keys that see each other and no others.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For shapes or options that do not fit.
+
+    References
+    ----------
+    .. [1] T. Dao, D. Y. Fu, S. Ermon, A. Rudra and C. Ré, "FlashAttention: Fast and Memory-Efficient Exact Attention
+       with IO-Awareness", NeurIPS 2022, arXiv:2205.14135, appendices B.2 to B.4.
+    .. [2] T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", ICLR 2024,
+       arXiv:2307.08691, section 3.2.
+    """
+    case = _BackwardCase.make(dout, q, k, v, dlse, check_options(causal, window, softcap, scale, layout))
+    return case.restore(_differentiate(case, np.dtype(np.float64)))
+
+
+def two_pass_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    dlse: Any = None,
+    dtype: Any = None,
+    causal: Any = False,
+    window: Any = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    layout: Layout = "bshd",
+) -> tuple[Array, Array, Array]:
+    """The two-pass backward as usually written in `dtype` (default that of q): the yardstick of the error rule.
+
+    The standard backward pass of Dao et al. 2022 (appendix B.4, Algorithm 3), which writes P, dP and dS out, on what a
+    forward pass has stored, as ``cuflash.attention_backward`` takes it: P is exp(T - lse) and D the row sum of
+    dout * out. The inputs, P, dP, dS and the results are rounded to `dtype`; scores and all accumulations are float32
+    (float64 for float64). Other parameters and results are those of :func:`attention_backward_reference`.
+    """
+    rounding = np.dtype(np.asarray(q).dtype if dtype is None else dtype)
+    dout, q, k, v, out = (np.asarray(x).astype(rounding) for x in (dout, q, k, v, out))
+    options = check_options(causal, window, softcap, scale, layout)
+    case = _BackwardCase.make(dout, q, k, v, dlse, options)
+    with np.errstate(all="ignore"):
+        wide = _differentiate(case, _compute_dtype(rounding), case.stored(out, lse), rounding)
+        dq, dk, dv = case.restore((wide[0].astype(rounding), wide[1].astype(rounding), wide[2].astype(rounding)))
+    return dq, dk, dv
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
     """How far a result is from float64, and how far it may be.
@@ -173,20 +270,66 @@ def check_forward(
     return report
 
 
+def check_backward(
+    grads: tuple[Any, Any, Any],
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    dlse: Any = None,
+    causal: Any = False,
+    window: Any = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    layout: Layout = "bshd",
+) -> tuple[ErrorReport, ErrorReport, ErrorReport]:
+    """Check gradients (dq, dk, dv) (NumPy arrays in the dtype of the inputs) against float64.
+
+    The rule is that of :func:`check_forward`, for each of the three alike. The truth is
+    :func:`attention_backward_reference` (in extended precision for float64), which does without `out` and `lse`; the
+    yardstick is :func:`two_pass_backward` of the same stored `out` and `lse`, which are to be held to
+    :func:`check_forward` themselves.
+
+    Returns
+    -------
+    tuple of ErrorReport
+        Of dq, dk and dv.
+
+    Raises
+    ------
+    AssertionError
+        With the gradient's name, error, bound and location.
+    """
+    case = _BackwardCase.make(dout, q, k, v, dlse, check_options(causal, window, softcap, scale, layout))
+    dtype = np.asarray(grads[0]).dtype
+    exact_dtype = np.dtype(np.longdouble if dtype == np.float64 else np.float64)
+    exact = case.restore(_differentiate(case, exact_dtype))
+    yardstick = case.restore(_differentiate(case, _compute_dtype(dtype), case.stored(out, lse), dtype))
+    reports = []
+    for name, got, want, usual in zip(("dq", "dk", "dv"), map(np.asarray, grads), exact, yardstick, strict=True):
+        if got.shape != want.shape or got.dtype != dtype:
+            raise AssertionError(f"{name} is {got.dtype} {got.shape}, expected {dtype} {want.shape}")
+        reports.append(_compare(got, want, usual, name))
+    return reports[0], reports[1], reports[2]
+
+
 def _compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
-def _compare(out: Array, exact: Array, yardstick: Array) -> ErrorReport:
-    """Apply the rule to out; `exact` is wider, `yardstick` the two-pass result not yet rounded to out's dtype."""
+def _compare(out: Array, exact: Array, yardstick: Array, name: str = "out") -> ErrorReport:
+    """Apply the rule to `out`; `exact` is wider, `yardstick` the two-pass result not yet rounded to out's dtype."""
     with np.errstate(all="ignore"):
         rounded = exact.astype(out.dtype).astype(np.float64)
         reference = yardstick.astype(out.dtype)
     wide = out.astype(exact.dtype)
     finite = np.isfinite(rounded)
-    _require(~(np.isnan(exact) & ~np.isnan(wide)), out, exact, "must be NaN")
-    _require(finite | ~np.isfinite(wide), out, exact, "must not be finite")
-    _require(~finite | np.isfinite(wide), out, exact, "must be finite")
+    _require(~(np.isnan(exact) & ~np.isnan(wide)), out, exact, f"{name}{{}} = {{}} must be NaN")
+    _require(finite | ~np.isfinite(wide), out, exact, f"{name}{{}} = {{}} must not be finite")
+    _require(~finite | np.isfinite(wide), out, exact, f"{name}{{}} = {{}} must be finite")
     if not finite.any():
         return ErrorReport(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
     with np.errstate(all="ignore"):
@@ -211,7 +354,7 @@ def _compare(out: Array, exact: Array, yardstick: Array) -> ErrorReport:
     )
     if report.max_error > report.max_bound or report.rms_error > report.rms_bound:
         raise AssertionError(
-            f"out ({out.dtype}) is too far from float64: max error {report.max_error:.3e} "
+            f"{name} ({out.dtype}) is too far from float64: max error {report.max_error:.3e} "
             f"(bound {report.max_bound:.3e}), RMS error {report.rms_error:.3e} (bound {report.rms_bound:.3e}); "
             f"largest at {location}: got {out[location]}, expected {float(exact[location]):.9g}"
         )
@@ -222,7 +365,7 @@ def _require(good: Array, out: Array, exact: Array, what: str) -> None:
     if not good.all():
         location = tuple(int(i) for i in np.argwhere(~good)[0])
         raise AssertionError(
-            f"out{list(location)} = {out[location]} {what}: float64 has {float(exact[location])} "
+            f"{what.format(list(location), out[location])}: float64 has {float(exact[location])} "
             f"({int((~good).sum())} such elements)"
         )
 
@@ -320,6 +463,24 @@ class _Case:
         restored: Array = lse[index]
         return restored
 
+    def of_out(self, name: str, x: Any) -> Array:
+        """An array of the shape of out, in bshd order."""
+        p, x = self.problem, np.asarray(x)
+        shape = (p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)
+        view = _to_bshd(x, self.layout) if x.ndim == self.ndim else x
+        if view.shape != shape:
+            raise ValueError(f"{name} has shape {x.shape}; it must be that of q with the head_dim of v")
+        return view
+
+    def of_lse(self, name: str, x: Any) -> Array:
+        """An array of the shape of the lse, (batch, heads_q, seqlen_q)."""
+        p, x = self.problem, np.asarray(x)
+        shape = (p.batch, p.heads_q, p.seqlen_q)
+        if x.shape != shape[4 - self.ndim :]:
+            raise ValueError(f"{name} has shape {x.shape}; it must be {shape[4 - self.ndim :]}, that of the lse")
+        full: Array = x.reshape(shape)
+        return full
+
 
 def _to_bshd(x: Array, layout: Layout) -> Array:
     shape = canonical_axes("array", x.shape, layout)
@@ -375,6 +536,82 @@ def _attend(case: _Case, compute: np.dtype[Any], rounding: np.dtype[Any] | None)
                 weights = weights.astype(rounding).astype(compute)
             out[b, rows, h] = _weigh(weights, v, visible)[: rows.stop - rows.start, : problem.head_dim_v]
     return out, lse
+
+
+@dataclass(frozen=True, slots=True)
+class _BackwardCase:
+    """A :class:`_Case` with the gradients that arrive, dout in bshd order and dlse (batch, heads_q, seqlen_q)."""
+
+    case: _Case
+    dout: Array
+    dlse: Array
+
+    @classmethod
+    def make(cls, dout: Any, q: Any, k: Any, v: Any, dlse: Any, options: Options) -> _BackwardCase:
+        case = _Case.make(q, k, v, options)
+        p = case.problem
+        dlse = np.zeros((p.batch, p.heads_q, p.seqlen_q)) if dlse is None else case.of_lse("dlse", dlse)
+        return cls(case, case.of_out("dout", dout), dlse)
+
+    def stored(self, out: Any, lse: Any) -> tuple[Array, Array]:
+        """Out and lse of a forward pass in bshd order."""
+        return self.case.of_out("out", out), self.case.of_lse("lse", lse)
+
+    def restore(self, grads: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """Dq, dk and dv in the caller's layout and number of dimensions."""
+        dq, dk, dv = (self.case.restore(x) for x in grads)
+        return dq, dk, dv
+
+
+def _differentiate(
+    case: _BackwardCase,
+    compute: np.dtype[Any],
+    stored: tuple[Array, Array] | None = None,
+    rounding: np.dtype[Any] | None = None,
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) in `compute`, bshd, from out and lse if they are given; P, dP and dS are rounded to `rounding`."""
+    forward, problem = case.case, case.case.problem
+    out, lse = (x.astype(compute) for x in stored or _attend(forward, compute, None))
+    dq, dk, dv = (np.zeros(x.shape, compute) for x in (forward.q, forward.k, forward.v))
+    if problem.seqlen_k == 0:
+        return dq, dk, dv
+    for b, h, rows in _blocks(problem):
+        kv = h // problem.group
+        with np.errstate(all="ignore"):
+            q, k = forward.q[b, rows, h].astype(compute), forward.k[b, :, kv].astype(compute)
+            v, dout = forward.v[b, :, kv].astype(compute), case.dout[b, rows, h].astype(compute)
+            scores, slope = _scores(problem, q, k, usual=stored is not None)
+            visible = _visible(problem, rows) & (lse[b, h, rows, None] != -np.inf)
+            weights = np.where(visible, np.exp(scores - lse[b, h, rows, None]), 0)
+            weights, dweights = _round(weights, rounding), _round(dout @ v.T, rounding)
+            delta = (dout * out[b, rows, h]).sum(axis=1, keepdims=True)
+            dlse = case.dlse[b, h, rows, None].astype(compute)
+            dscores = _round(weights * (dweights - delta + dlse) * slope, rounding)
+            dscores = np.where(visible, dscores, 0)
+            scale = compute.type(problem.scale)
+            dq[b, rows, h] = _weigh(dscores, k, visible) * scale
+            dk[b, :, kv] += _weigh(dscores.T, q, visible.T) * scale
+            dv[b, :, kv] += _weigh(weights.T, dout, visible.T)
+    return dq, dk, dv
+
+
+def _scores(problem: Problem, q: Array, k: Array, usual: bool) -> tuple[Array, Array | float]:
+    """Scores of some rows after scale and softcap, masked pairs too, and the slope of the softcap.
+
+    The slope is usually written 1 - tanh^2, which cancels where tanh is near 1; the truth takes 1 / cosh^2.
+    """
+    compute = q.dtype.type
+    scores = (q @ k.T) * compute(problem.scale)
+    if not problem.softcap:
+        return scores, 1.0
+    ratio = scores / compute(problem.softcap)
+    capped = np.tanh(ratio)
+    return compute(problem.softcap) * capped, 1 - np.square(capped) if usual else 1 / np.square(np.cosh(ratio))
+
+
+def _round(x: Array, dtype: np.dtype[Any] | None) -> Array:
+    """`x` rounded to a dtype, in its own."""
+    return x if dtype is None else x.astype(dtype).astype(x.dtype)
 
 
 def _at_least(rows: int, x: Array) -> Array:

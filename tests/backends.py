@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.reference import check_forward
+from cuflash.reference import check_backward, check_forward
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16)} | {n: np.dtype(n) for n in ("float16", "float32", "float64")}
 
@@ -224,6 +224,33 @@ class Target:
         out, lse = self.attend(q, k, v, **options)
         return out, lse, check_forward(out, q, k, v, lse=lse, **options)
 
+    def call_backward(self, dout, q, k, v, out, lse, **options):
+        """(dq, dk, dv) of the framework's own arrays, as NumPy arrays, after a look at what kind of arrays they are."""
+        kit = self.kit
+        grads = cuflash.attention_backward(dout, q, k, v, out, lse, variant=self.variant, **options)
+        given = options.get("grads") or grads
+        for grad, own, source in zip(grads, given, (q, k, v), strict=True):
+            assert grad is own and type(grad) is type(q) and grad.dtype == q.dtype
+            assert tuple(grad.shape) == tuple(source.shape) and kit.place(grad) == kit.place(q)
+            assert "grads" in options or kit.contiguous(grad)
+        return tuple(kit.numpy(grad) for grad in grads)
+
+    def differentiate(self, dout, q, k, v, dlse=None, **options):
+        """(grads, out, lse) of NumPy inputs, through contiguous arrays of the framework."""
+        out, lse = self.attend(q, k, v, **options)
+        return self.backward(dout, q, k, v, out, lse, dlse, **options), out, lse
+
+    def backward(self, dout, q, k, v, out, lse, dlse=None, **options):
+        """(dq, dk, dv) of NumPy inputs, through contiguous arrays of the framework."""
+        if dlse is not None:
+            options["dlse"] = self.make(dlse)
+        return self.call_backward(*(self.make(x) for x in (dout, q, k, v, out, lse)), **options)
+
+    def check_backward(self, dout, q, k, v, dlse=None, **options):
+        """Both passes on NumPy inputs, the gradients held to the error rule; returns (grads, ErrorReports)."""
+        grads, out, lse = self.differentiate(dout, q, k, v, dlse, **options)
+        return grads, check_backward(grads, dout, q, k, v, out, lse, dlse=dlse, **options)
+
 
 def _table():
     rows = [("numpy", "cpu", "numpy", dtype) for dtype in DTYPES]
@@ -236,6 +263,7 @@ def _table():
 
 
 TARGETS = _table()
+BACKWARD_VARIANTS = ("numpy",)
 
 
 def targets(keep=lambda target: True):
@@ -248,6 +276,11 @@ def targets(keep=lambda target: True):
             if keep(target)
         ],
     )
+
+
+def backward_targets(keep=lambda target: True):
+    """Like :func:`targets`, for the variants that have a backward pass."""
+    return targets(lambda target: target.variant in BACKWARD_VARIANTS and keep(target))
 
 
 def visible(m, n, causal=False, window=None, **_):

@@ -138,7 +138,7 @@ def nothing_runs(monkeypatch):
 
             return launch
 
-    monkeypatch.setattr(select, "load", lambda name: Forbidden())
+    monkeypatch.setattr(select, "load", lambda name, operation: Forbidden())
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -505,7 +505,7 @@ def fake(monkeypatch):
     variant = FakeVariant(adapter)
     monkeypatch.setitem(arrays._BY_TYPE, FakeArray, adapter)
     monkeypatch.setattr(select, "REGISTRY", {"fake": select.Entry("fake", "cuda")})
-    monkeypatch.setattr(select, "load", lambda name: variant)
+    monkeypatch.setattr(select, "load", lambda name, operation: variant)
     monkeypatch.setattr(select, "device_info", lambda index: known_device("sm_90"))
     monkeypatch.setattr("cuflash.plan.device_of", lambda kind, index: _at(known_device("sm_90"), index))
     monkeypatch.setattr(api, "_PLANS", {})

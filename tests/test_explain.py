@@ -46,7 +46,7 @@ class Fake:
 def variants(monkeypatch):
     known = {"first": Fake("first", "head_dim is odd"), "second": Fake("second"), "third": Fake("third")}
 
-    def load(name):
+    def load(name, operation="forward"):
         if name == "broken":
             raise ImportError("No module named 'cupy'")
         return known[name]
@@ -54,6 +54,7 @@ def variants(monkeypatch):
     monkeypatch.setattr(select, "load", load)
     registry = {name: select.Entry("", "cuda") for name in ("broken", *known)} | {"host": select.Entry("", "cpu")}
     monkeypatch.setattr(select, "REGISTRY", registry)
+    monkeypatch.setattr(select, "BACKWARD", {})
     return known
 
 

@@ -8,7 +8,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cuflash.reference import attention_reference, check_forward, two_pass
+from cuflash.reference import (
+    attention_backward_reference,
+    attention_reference,
+    check_backward,
+    check_forward,
+    two_pass,
+    two_pass_backward,
+)
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
@@ -184,3 +191,122 @@ def test_bad_options_are_refused(change, error):
     arguments = {"q": np.zeros((4, 3)), "k": np.zeros((4, 3)), "v": np.zeros((4, 3))} | change
     with pytest.raises(error):
         attention_reference(**arguments)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+BACKWARD_OPTIONS = [
+    {},
+    {"causal": True},
+    {"causal": "top-left", "softcap": 0.7},
+    {"window": (1, 2), "scale": -0.4},
+    {"window": (None, 0), "softcap": 3.0, "scale": 0.0},
+]
+
+
+@pytest.mark.parametrize("options", BACKWARD_OPTIONS, ids=str)
+@pytest.mark.parametrize(("m", "n"), [(9, 12), (12, 9), (1, 1)])
+def test_backward_reference_equals_finite_differences(options, m, n):
+    q, k, v = draw(1, 2, m, 4, 5), draw(2, 2, n, 2, 5), draw(3, 2, n, 2, 3)
+    dout, dlse = draw(4, 2, m, 4, 3), draw(5, 2, 4, m)
+
+    def loss(*arrays):
+        out, lse = attention_reference(*arrays, return_lse=True, **options)
+        return (out * dout).sum() + (np.where(lse == -np.inf, 0, lse) * dlse).sum()
+
+    grads = attention_backward_reference(dout, q, k, v, dlse=dlse, **options)
+    for i, grad in enumerate(grads):
+        for at in np.ndindex(2, 1, *grad.shape[2:]):  # one row of each batch entry and head, element by element
+            at = (at[0], at[0] * (grad.shape[1] - 1), *at[2:])
+            ends = []
+            for step in (1e-5, -1e-5):
+                arrays = [q.copy(), k.copy(), v.copy()]
+                arrays[i][at] += step
+                ends.append(loss(*arrays))
+            np.testing.assert_allclose(grad[at], (ends[0] - ends[1]) / 2e-5, rtol=1e-6, atol=1e-8)
+
+
+def test_backward_layouts_and_ranks_agree():
+    q, k, v = draw(1, 2, 5, 6, 4), draw(2, 2, 7, 2, 4), draw(3, 2, 7, 2, 3)
+    dout, dlse = draw(4, 2, 5, 6, 3), draw(5, 2, 6, 5)
+    grads = attention_backward_reference(dout, q, k, v, dlse=dlse, causal=True)
+    swapped = (x.swapaxes(1, 2) for x in (dout, q, k, v))
+    for got, want in zip(
+        attention_backward_reference(*swapped, dlse=dlse, causal=True, layout="bhsd"), grads, strict=True
+    ):
+        np.testing.assert_array_equal(got.swapaxes(1, 2), want)
+    three = attention_backward_reference(dout[1], q[1], k[1], v[1], dlse=dlse[1], causal=True)
+    for got, want in zip(three, grads, strict=True):
+        np.testing.assert_array_equal(got, want[1])
+    heads = [(dout[1, :, h], q[1, :, h], k[1, :, h // 3], v[1, :, h // 3]) for h in range(6)]
+    two = [attention_backward_reference(*x, dlse=dlse[1, h], causal=True) for h, x in enumerate(heads)]
+    np.testing.assert_array_equal(np.stack([x[0] for x in two], axis=1), grads[0][1])
+    for i in (1, 2):
+        shared = np.stack([two[h][i] + two[h + 1][i] + two[h + 2][i] for h in (0, 3)], axis=1)
+        np.testing.assert_allclose(shared, grads[i][1], rtol=1e-13, atol=1e-14)
+
+
+def test_backward_of_empty_rows_and_hidden_keys_is_zero_whatever_they_hold():
+    q, k, v, dout = draw(1, 6, 4), draw(2, 3, 4), draw(3, 3, 2), draw(4, 6, 2)
+    clean = attention_backward_reference(dout, q, k, v, causal=True)  # rows 0 to 2 see no key
+    q[:3], dout[:3] = np.nan, np.inf
+    for got, want in zip(attention_backward_reference(dout, q, k, v, causal=True), clean, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert not clean[0][:3].any() and clean[0][4:].any()
+    q, k, v, dout = draw(1, 3, 4), draw(2, 6, 4), draw(3, 6, 2), draw(4, 3, 2)
+    k[3:], v[3:] = np.nan, np.inf
+    dq, dk, dv = attention_backward_reference(dout, q, k, v, causal="top-left")
+    assert np.isfinite(dq).all() and not dk[3:].any() and not dv[3:].any()
+    for grad in attention_backward_reference(dout, q, k[:0], v[:0]):
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_check_backward_accepts_the_rounded_oracle_and_can_fail(dtype):
+    q, k, v, dout = (draw(i, 50, 16, dtype=dtype) for i in range(4))
+    out, lse = two_pass(q, k, v, return_lse=True)
+    dlse = draw(9, 50, dtype=lse.dtype)
+    stored = (dout, q, k, v, out, lse)
+    exact = attention_backward_reference(dout, q, k, v, dlse=dlse)
+    good = tuple(x.astype(dtype) for x in exact)
+    reports = check_backward(good, *stored, dlse=dlse)
+    assert all(0 <= report.max_error <= report.max_bound for report in reports)
+    check_backward(two_pass_backward(*stored, dlse=dlse), *stored, dlse=dlse)
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    for i, name in enumerate(("dq", "dk", "dv")):
+        wrong = list(exact)
+        wrong[i] = exact[i].copy()
+        wrong[i][17, 3] += 60 * eps * np.abs(exact[i]).max()
+        with pytest.raises(AssertionError, match=rf"{name} .*\(17, 3\)"):
+            check_backward(tuple(x.astype(dtype) for x in wrong), *stored, dlse=dlse)
+        wrong[i] = exact[i].astype(dtype)
+        wrong[i][4, 2] = np.nan
+        with pytest.raises(AssertionError, match=rf"{name}\[4, 2\] = nan must be finite"):
+            check_backward(tuple(x.astype(dtype) for x in wrong), *stored, dlse=dlse)
+    with pytest.raises(AssertionError, match=r"dq \(.*too far"):
+        check_backward(good, *stored)  # without the gradient through the lse
+    with pytest.raises(AssertionError, match="dk is"):
+        check_backward((good[0], good[1][1:], good[2]), *stored, dlse=dlse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_pass_backward_rounds_what_it_writes(dtype):
+    q, k, v, dout = (draw(i, 40, 16, dtype=dtype) for i in range(4))
+    out, lse = two_pass(q, k, v, return_lse=True)
+    grads, eps = two_pass_backward(dout, q, k, v, out, lse), float(ml_dtypes.finfo(dtype).eps)
+    for got, want in zip(grads, attention_backward_reference(dout, q, k, v), strict=True):
+        assert got.dtype == dtype
+        error = np.abs(got.astype(np.float64) - want).max()
+        assert error <= 16 * eps * max(1, np.abs(want).max())
+        if dtype not in (np.float32, np.float64):
+            assert (got != want.astype(dtype)).any()
+
+
+def test_backward_shapes_that_do_not_fit():
+    q, k, v = np.zeros((4, 3)), np.zeros((5, 3)), np.zeros((5, 2))
+    with pytest.raises(ValueError, match=r"dout has shape \(4, 3\); it must be that of q with the head_dim of v"):
+        attention_backward_reference(q, q, k, v)
+    with pytest.raises(ValueError, match=r"dlse has shape \(5,\); it must be \(4,\)"):
+        attention_backward_reference(np.zeros((4, 2)), q, k, v, dlse=np.zeros(5))
+    with pytest.raises(ValueError, match="lse has shape"):
+        two_pass_backward(np.zeros((4, 2)), q, k, v, np.zeros((4, 2)), np.zeros(3))

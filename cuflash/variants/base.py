@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cuflash.problem import Problem
+from cuflash.problem import BackwardProblem, Problem
 from cuflash.view import DeviceKind
 
 
@@ -39,6 +39,20 @@ class Operands:
     k: Operand
     v: Operand
     out: Operand
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardOperands:
+    """Layouts of the eight arrays of a backward call; lse and dlse are always C-contiguous."""
+
+    dout: Operand
+    q: Operand
+    k: Operand
+    v: Operand
+    out: Operand
+    dq: Operand
+    dk: Operand
+    dv: Operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +92,8 @@ CPU = DeviceInfo("cpu", 0, "CPU")
 
 # CUDA launchers take (q, k, v, out, lse, stream) as addresses (lse 0 for none) and enqueue without waiting.
 # CPU launchers take (q, k, v, out, lse) as NumPy arrays in bshd order (lse (batch, heads, seqlen_q) or None).
+# Backward launchers take (dout, q, k, v, out, lse, dlse, dq, dk, dv) in the same two ways (dlse 0 or None for none), on
+# CUDA then the address of the workspace (0 for none) and the stream. Without visible pairs they write zeros.
 Launcher = Callable[..., None]
 
 
@@ -105,3 +121,27 @@ class Variant(Protocol):
 
     def launcher(self, problem: Problem, operands: Operands, device: DeviceInfo, config: Any) -> Launcher:
         """Compile or load what is needed and return the function that runs it."""
+
+
+class BackwardVariant(Protocol):
+    """One way to compute the gradients of attention; its methods are those of :class:`Variant` unless said here."""
+
+    name: str
+    device_kind: DeviceKind
+
+    def unsupported(self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo) -> str | None:
+        """Why this variant cannot run the problem on the device, or None when it can."""
+
+    def config(self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo) -> Config:
+        """The frozen Config for a problem that :meth:`unsupported` accepts."""
+
+    def arch(self, device: DeviceInfo) -> str:
+        """What NVRTC compiles the variant's kernels for on a device; empty for a variant without kernels."""
+
+    def launcher(
+        self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo, config: Any
+    ) -> Launcher:
+        """Compile or load what is needed and return the function that runs it."""
+
+    def workspace_bytes(self, problem: BackwardProblem, device: DeviceInfo, config: Any) -> int:
+        """Temporary device memory that the launcher wants from the caller's framework; 0 on the CPU."""
