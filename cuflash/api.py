@@ -181,7 +181,8 @@ def attention_backward(
 
     The weights are computed again, tile by tile, from the lse of the forward pass; nothing of the size
     seqlen_q x seqlen_k is stored in either pass. The computation runs where the arrays are, as that of
-    :func:`attention` does. For now that is the CPU: CUDA arrays are refused.
+    :func:`attention` does: on the CPU for all dtypes, on CUDA for float16 and bfloat16, not yet from JAX. There the
+    temporary memory is one float32 number a row of q, and without `deterministic` the size of dq in float32.
 
     Parameters
     ----------
@@ -201,7 +202,7 @@ def attention_backward(
         rows without a key is ignored.
     deterministic : bool, optional
         Always give the same bits for the same call, whatever else is in the batch. The NumPy variant does so in any
-        case; others may be faster without.
+        case; on CUDA the sums of dq are otherwise added in an order that changes from call to call.
     variant : str, optional
         Name of the implementation to use; chosen from the problem and the device when None.
     grads : (array, array, array), optional

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from cuflash.jit import LoadedKernel
@@ -30,7 +30,7 @@ BACKWARD_POINTERS = struct.Struct("7Q")
 _BACKWARD_REST = struct.Struct("12qif")
 BACKWARD_PARAMS_BYTES = FORWARD_PARAMS_BYTES + BACKWARD_POINTERS.size + _BACKWARD_REST.size
 
-_MAX_GRID_YZ = 65535  # blocks along y and z of a CUDA grid
+MAX_GRID_YZ = 65535  # blocks along y and z of a CUDA grid
 
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
@@ -172,7 +172,7 @@ class ForwardLaunch(KernelLaunch):
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
         x, y, z = self._grid
-        if z > _MAX_GRID_YZ:
+        if z > MAX_GRID_YZ:
             for start, count in self._pieces():
                 pointers = zip((q, k, v, out, lse), self._batch_strides, strict=True)
                 at = [pointer + start * step if pointer else 0 for pointer, step in pointers]
@@ -186,5 +186,40 @@ class ForwardLaunch(KernelLaunch):
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
         total = self._grid[2]
-        for start in range(0, total, _MAX_GRID_YZ):
-            yield start, min(_MAX_GRID_YZ, total - start)
+        for start in range(0, total, MAX_GRID_YZ):
+            yield start, min(MAX_GRID_YZ, total - start)
+
+
+class BackwardLaunch(KernelLaunch):
+    """Launches one kernel of a backward pass.
+
+    Parameters
+    ----------
+    kernel, device, threads, shared_bytes
+        As in :class:`KernelLaunch`.
+    params : bytes
+        From :func:`backward_params`.
+    grid : tuple of int
+        (tiles, heads, batch entries).
+    """
+
+    NAMES = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "delta", "dq_sum")  # the pointers
+
+    def __init__(
+        self,
+        kernel: LoadedKernel,
+        device: int,
+        params: bytes,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+    ) -> None:
+        super().__init__(kernel, device, params, threads, shared_bytes)
+        self._grid = grid
+
+    def __call__(self, pointers: Sequence[int], batch: int, stream: int) -> None:
+        """Enqueue for `batch` entries; `pointers` in the order of ``NAMES``."""
+        with self._lock:
+            POINTERS.pack_into(self._struct, 0, *pointers[:5])
+            BACKWARD_POINTERS.pack_into(self._struct, FORWARD_PARAMS_BYTES, *pointers[5:])
+            self._enqueue(self._grid[0], self._grid[1], batch, stream)

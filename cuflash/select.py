@@ -30,6 +30,7 @@ REGISTRY: dict[str, Entry] = {
     "numpy": Entry("cuflash.variants.numpy_tiled", "cpu"),
 }
 BACKWARD: dict[str, Entry] = {
+    "sm80": Entry("cuflash.variants.sm80_backward", "cuda"),
     "numpy": Entry("cuflash.variants.numpy_backward", "cpu"),
 }
 

@@ -263,7 +263,7 @@ def _table():
 
 
 TARGETS = _table()
-BACKWARD_VARIANTS = ("numpy",)
+BACKWARD_VARIANTS = ("numpy", "sm80")
 
 
 def targets(keep=lambda target: True):
@@ -280,7 +280,11 @@ def targets(keep=lambda target: True):
 
 def backward_targets(keep=lambda target: True):
     """Like :func:`targets`, for the variants that have a backward pass."""
-    return targets(lambda target: target.variant in BACKWARD_VARIANTS and keep(target))
+
+    def has_gradients(target):
+        return target.variant in BACKWARD_VARIANTS and (target.framework, target.device) != ("jax", "cuda")
+
+    return targets(lambda target: has_gradients(target) and keep(target))
 
 
 def visible(m, n, causal=False, window=None, **_):

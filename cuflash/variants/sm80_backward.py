@@ -15,38 +15,22 @@ Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partiti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from cuflash import jit
 from cuflash.device import known_device
-from cuflash.problem import Problem
-from cuflash.variants.base import DeviceInfo, Operand
-from cuflash.variants.cuda import score_stage
+from cuflash.launch import MAX_GRID_YZ, BackwardLaunch, backward_params
+from cuflash.problem import BackwardProblem, Problem
+from cuflash.variants.base import BackwardOperands, DeviceInfo, Launcher, Operand, Operands
+from cuflash.variants.cuda import CudaVariant, score_stage
 
 _RESERVED_SHARED = 1024  # bytes of shared memory that the driver takes for each block
 ROW_TILE = 128  # the workspace holds this many rows of a head, or a multiple; every tile_m divides it
 _SMALL_TILE = 64  # rows of a block of the kernels before and after
 _SMALL_WARPS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardOperands:
-    """Layouts of the eight arrays of a backward call; dq, dk and dv are written."""
-
-    q: Operand
-    k: Operand
-    v: Operand
-    out: Operand
-    dout: Operand
-    dq: Operand
-    dk: Operand
-    dv: Operand
-
-    @property
-    def load_alignment(self) -> int:
-        """Bytes that q, k, v and dout can be read by."""
-        return min(x.alignment for x in (self.q, self.k, self.v, self.dout))
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +305,7 @@ def _fields(tile: _Tile, problem: Problem, operands: BackwardOperands, outputs: 
         "element": problem.dtype,
         "tile_d": tile_d,
         "tile_dv": tile_dv,
-        "vector_bytes": operands.load_alignment,
+        "vector_bytes": min(x.alignment for x in (operands.q, operands.k, operands.v, operands.dout)),
         "out_vector_bytes": min(x.store_bytes for x in outputs),
         "exact_dims": (problem.head_dim, problem.head_dim_v) == (tile_d, tile_dv),
         "has_band": problem.has_band,
@@ -437,6 +421,137 @@ def grid(config: Any, problem: Problem) -> tuple[int, int, int]:
         return -(-problem.seqlen_k // config.tile_n), problem.heads_kv, problem.batch
     rows = problem.seqlen_q if isinstance(config, Sm80BackwardQueryConfig) else padded_rows(problem)
     return -(-rows // config.tile_m), problem.heads_q, problem.batch
+
+
+@dataclass(frozen=True, slots=True)
+class Sm80BackwardPass:
+    """The Configs of a whole backward pass.
+
+    Attributes
+    ----------
+    kernels : tuple
+        In the order of their launches.
+    workspace : tuple of (str, int)
+        Names and bytes of the temporary arrays, in their order in one piece of memory.
+    """
+
+    kernels: tuple[Any, ...]
+    workspace: tuple[tuple[str, int], ...]
+
+    def describe(self) -> dict[str, Any]:
+        """The fields of the kernel that computes dk and dv, the other kernels, and the temporary memory."""
+        facts: dict[str, Any] = self.kernels[1].describe()
+        facts["launches"] = tuple(config.kernel for config in self.kernels)
+        return facts | {"workspace_bytes": sum(size for _, size in self.workspace)}
+
+
+class Sm80Backward(CudaVariant):
+    """The variant object; see :class:`cuflash.variants.base.BackwardVariant`."""
+
+    name = "sm80"
+    needs = "8.0 or more"
+
+    def runs_on(self, compute_capability: tuple[int, int]) -> bool:
+        """On Ampere and all that came after it."""
+        return compute_capability >= (8, 0)
+
+    def unsupported(self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo) -> str | None:
+        """Why the problem cannot run, or None."""
+        if reason := self.unsuitable(problem, device):
+            return reason
+        if problem.heads_q > MAX_GRID_YZ:
+            return f"takes at most {MAX_GRID_YZ} query heads, not {problem.heads_q}"
+        if any(getattr(operands, name).alignment < problem.itemsize for name in operands.__slots__):
+            return "needs addresses that are multiples of the element size"
+        try:
+            configs(problem, operands, device, deterministic=problem.deterministic)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def config(self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo) -> Sm80BackwardPass:
+        """The first tiles of the tables that suit the device."""
+        kernels = configs(problem, operands, device, deterministic=problem.deterministic)
+        shapes = workspace_shapes(problem, problem.deterministic)
+        return Sm80BackwardPass(kernels, tuple((name, 4 * math.prod(shape)) for name, shape in shapes.items()))
+
+    def workspace_bytes(self, problem: BackwardProblem, device: DeviceInfo, config: Sm80BackwardPass) -> int:
+        """Row sums, and the float32 sums of dq unless deterministic."""
+        return sum(size for _, size in config.workspace)
+
+    def launcher(
+        self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo, config: Sm80BackwardPass
+    ) -> Launcher:
+        """Compile or load the kernels and pack their parameters."""
+        return Sm80BackwardLaunch(problem, operands, device, config, self.arch(device))
+
+
+VARIANT = Sm80Backward()
+
+
+class Sm80BackwardLaunch:
+    """Launches the kernels of one plan one after the other; calling it enqueues and returns at once.
+
+    A batch larger than a grid goes in pieces, each with all its kernels.
+    """
+
+    def __init__(
+        self,
+        problem: BackwardProblem,
+        operands: BackwardOperands,
+        device: DeviceInfo,
+        config: Sm80BackwardPass,
+        arch: str,
+    ) -> None:
+        p, o = problem, operands
+        self._workspace = config.workspace
+        self._kernels = []
+        for kernel in config.kernels:
+            blocks = grid(kernel, p)
+            if 0 in blocks:  # no rows, or no keys
+                continue
+            loaded = jit.load(kernel, device.index, arch=arch, dynamic_shared_bytes=kernel.shared_bytes)
+            params = backward_params(
+                p,
+                Operands(o.q, o.k, o.v, o.out),
+                (o.dout, o.dq, o.dk, o.dv),
+                score_stage(p),
+                padded_rows(p),
+                blocks[0],
+            )
+            self._kernels.append(
+                BackwardLaunch(loaded, device.index, params, blocks, kernel.threads, kernel.shared_bytes)
+            )
+        rows = 4 * p.heads_q * p.seqlen_q
+        step = {name: getattr(o, name).strides[0] * p.itemsize for name in o.__slots__}
+        step |= {"lse": rows, "dlse": rows} | {name: size // max(p.batch, 1) for name, size in config.workspace}
+        self._steps = tuple(step.get(name, 0) for name in BackwardLaunch.NAMES)
+        self._batch = p.batch
+
+    def __call__(
+        self,
+        dout: int,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int,
+        dlse: int,
+        dq: int,
+        dk: int,
+        dv: int,
+        workspace: int,
+        stream: int,
+    ) -> None:
+        at = {}
+        for name, size in self._workspace:
+            at[name] = workspace
+            workspace += size
+        pointers = (q, k, v, out, lse, dout, dlse, dq, dk, dv, at["delta"], at.get("dq_sum", 0))
+        for start in range(0, self._batch, MAX_GRID_YZ):
+            moved = [x + start * step if x else 0 for x, step in zip(pointers, self._steps, strict=True)]
+            for kernel in self._kernels:
+                kernel(moved, min(MAX_GRID_YZ, self._batch - start), stream)
 
 
 def ci_configs() -> Iterator[tuple[Any, str, tuple[str, ...]]]:

@@ -35,6 +35,14 @@ struct uint4 {
   unsigned x, y, z, w;
 };
 
+struct float4 {
+  float x, y, z, w;
+};
+
+inline float4 make_float4(float x, float y, float z, float w) {
+  return {x, y, z, w};
+}
+
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
   return {x, y, z, w};
 }

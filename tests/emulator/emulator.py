@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from cuflash import jit, tma
-from cuflash.launch import POINTERS, forward_params
-from cuflash.problem import Problem
-from cuflash.variants.base import Operands
+from cuflash.launch import BACKWARD_POINTERS, FORWARD_PARAMS_BYTES, POINTERS, backward_params, forward_params
+from cuflash.problem import BackwardProblem, Problem
+from cuflash.variants import sm80_backward as sm80_backward_variant
+from cuflash.variants.base import BackwardOperands, DeviceInfo, Operands
+from cuflash.variants.cuda import score_stage
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
@@ -120,3 +122,27 @@ def sm90_forward(config: Any, problem: Problem, operands: Operands, pointers: tu
     run(config, params, (min(3, work), 1, 1), config.shared_bytes, way)
     if list(tickets) != [0, 0]:
         raise RuntimeError(f"tickets are left at {list(tickets)}")
+
+
+def sm80_backward(
+    problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo, pointers: dict[str, int], way: Way
+) -> None:
+    """All launches of a backward pass; `pointers` has every array, and delta and dq_sum of the workspace."""
+    module = sm80_backward_variant
+    o, p = operands, pointers
+    for config in module.configs(problem, operands, device, deterministic=problem.deterministic):
+        x, y, z = module.grid(config, problem)
+        params = backward_params(
+            problem,
+            Operands(o.q, o.k, o.v, o.out),
+            (o.dout, o.dq, o.dk, o.dv),
+            score_stage(problem),
+            module.padded_rows(problem),
+            x,
+        )
+        names = ("dout", "dlse", "dq", "dk", "dv", "delta", "dq_sum")
+        head = POINTERS.pack(*(p[name] for name in ("q", "k", "v", "out", "lse")))
+        tail = BACKWARD_POINTERS.pack(*(p[name] for name in names))
+        at = FORWARD_PARAMS_BYTES
+        packed = head + params[POINTERS.size : at] + tail + params[at + BACKWARD_POINTERS.size :]
+        run(config, packed, (x, y, z), config.shared_bytes, way)

@@ -1,0 +1,100 @@
+"""The backward kernels on the CPU; see test_emulated_kernels.py."""
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from emulator import emulator
+from emulator.emulator import Way
+from test_emulated_kernels import DTYPES, WAYS, inputs
+
+import cuflash
+from cuflash.device import known_device
+from cuflash.plan import contiguous_operands
+from cuflash.problem import BackwardProblem, Options, make_problem
+from cuflash.reference import check_backward
+from cuflash.variants import sm80_backward
+from cuflash.variants.base import BackwardOperands
+
+pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="g++ is not installed")
+
+
+def differentiate(dout, q, k, v, out, lse, way, dlse=None, deterministic=False, arch="sm_90", **options):
+    """(dq, dk, dv) of contiguous (batch, seqlen, heads, head_dim) arrays."""
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == q.dtype)
+    forward = make_problem(q.shape, k.shape, v.shape, dtype, Options(**options))
+    problem = BackwardProblem(**asdict(forward), has_dlse=dlse is not None, deterministic=deterministic)
+    o = contiguous_operands(forward)
+    operands = BackwardOperands(dout=o.out, q=o.q, k=o.k, v=o.v, out=o.out, dq=o.q, dk=o.k, dv=o.v)
+    grads = {name: np.full_like(x, np.nan) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    shapes = sm80_backward.workspace_shapes(problem, deterministic)
+    workspace = {name: np.full(shape, np.nan, np.float32) for name, shape in shapes.items()}
+    arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse, **grads, **workspace}
+    pointers = {name: x.ctypes.data for name, x in arrays.items() if x is not None}
+    pointers = {name: pointers.get(name, 0) for name in (*arrays, "dq_sum")}
+    emulator.sm80_backward(problem, operands, known_device(arch), pointers, way)
+    return grads["dq"], grads["dk"], grads["dv"]
+
+
+def case(m, n, d, dv, dtype="bfloat16", hq=2, hkv=1, **options):
+    """Inputs of a backward pass, with out and lse of the NumPy backend."""
+    q, k, v = inputs(1, m, n, hq, hkv, d, dv, dtype)
+    dout = inputs(1, m, n, hq, hkv, dv, dv, dtype, seed=9)[0]
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    return dout, q, k, v, out, lse
+
+
+CASES = [
+    # m, n, d, dv, options
+    (130, 150, 64, 64, {}),
+    (150, 130, 64, 64, {"causal": True}),
+    (90, 200, 128, 128, {"window": (40, 30)}),
+    (200, 70, 64, 32, {"causal": True}),  # rows without keys
+    (70, 80, 128, 64, {"softcap": 5.0}),
+    (40, 100, 256, 256, {"causal": "top-left"}),
+    (70, 70, 40, 59, {"scale": -0.3}),
+]
+
+
+@pytest.mark.parametrize(("m", "n", "d", "dv", "options"), CASES, ids=str)
+def test_backward(m, n, d, dv, options):
+    arrays = case(m, n, d, dv, **options)
+    for way in WAYS:
+        check_backward(differentiate(*arrays, way, **options), *arrays, **options)
+
+
+@pytest.mark.parametrize(("m", "n", "d", "dv", "options"), CASES[1:4], ids=str)
+def test_deterministic_pass(m, n, d, dv, options):
+    arrays = case(m, n, d, dv, **options)
+    runs = [differentiate(*arrays, way, deterministic=True, **options) for way in WAYS]
+    check_backward(runs[0], *arrays, **options)
+    for first, second in zip(*runs, strict=True):
+        np.testing.assert_array_equal(first.view(np.uint16), second.view(np.uint16))
+
+
+@pytest.mark.parametrize(("arch", "d"), [("sm_80", 64), ("sm_89", 128), ("sm_89", 256)])
+def test_tiles_of_smaller_gpus(arch, d):
+    arrays = case(70, 100, d, d, dtype="float16")
+    check_backward(differentiate(*arrays, Way(3, True), arch=arch), *arrays)
+
+
+def test_gradient_through_lse():
+    arrays = case(100, 90, 64, 64, causal=True)
+    dlse = np.random.default_rng(5).standard_normal(arrays[-1].shape).astype(np.float32)
+    grads = differentiate(*arrays, Way(3, True), dlse=dlse, causal=True)
+    check_backward(grads, *arrays, dlse=dlse, causal=True)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_hidden_nan_reaches_no_row_that_does_not_see_it(deterministic):
+    dout, q, k, v, _, _ = case(100, 100, 64, 64, hq=1)
+    for x in (k, v):
+        x[0, 60, 0, 3] = np.nan
+    out, lse = cuflash.attention(q, k, v, return_lse=True, causal=True)
+    clean = [x.copy() for x in (dout, q, k, v, out, lse)]
+    dq, _, _ = differentiate(dout, q, k, v, out, lse, Way(2, True), causal=True, deterministic=deterministic)
+    assert np.isnan(dq[0, 60:].astype(np.float32)).any(axis=-1).all()
+    for x in clean[2:4]:
+        x[0, 60, 0, 3] = 0
+    want, _, _ = differentiate(*clean, Way(2, True), causal=True, deterministic=deterministic)
+    np.testing.assert_array_equal(dq[0, :60].view(np.uint16), want[0, :60].view(np.uint16))
