@@ -134,7 +134,7 @@ class _Scratch:
         self.k, self.v = buffer(plan.tile_k, d), buffer(plan.tile_k, dv)
         self.dk, self.dv = buffer(plan.tile_k, d), buffer(plan.tile_k, dv)
         self.weights, self.dscores, self.slope = buffer(scores), buffer(scores), buffer(scores)
-        self.spare = buffer(max(scores, plan.tile_k * max(d, dv)))
+        self.spare = buffer(max(scores, -(-scores // _TERMS) * max(d, dv), plan.tile_k * max(d, dv)))
         self.sums = buffer(plan.tile_k * max(d, dv))
 
 
@@ -266,17 +266,18 @@ class _Call:
     def _pair(self, head: _Head, queries: _Queries, key_tile: int, scratch: _Scratch, is_finite: bool) -> None:
         """Add what one query tile and the key tile in `scratch` give to dq, dk and dv."""
         plan, tile = self.plan, queries.tile
-        q, dout = (x[: tile.rows] for x in self._load_queries(head, queries, scratch))
+        q, dout = self._load_queries(head, queries, scratch)
         hidden = plan.hidden(tile, key_tile * plan.tile_k)
         weights, dscores = self._weights(head, queries, hidden, scratch)
         if is_finite and head.is_finite[queries.index]:
             counts = None
         else:
-            counts = np.ones(weights.shape, bool) if hidden is None else ~hidden
-            counts[self._dead(head, tile)] = False
+            counts = np.zeros(weights.shape, bool)
+            counts[: tile.rows] = True if hidden is None else ~hidden
+            counts[: tile.rows][self._dead(head, tile)] = False
         _add_product(scratch.dv, weights.T, dout, scratch, None if counts is None else counts.T)
         _add_product(scratch.dk, dscores.T, q, scratch, None if counts is None else counts.T)
-        dq = _product(dscores, scratch.k, scratch, counts)
+        dq = _product(dscores, scratch.k, scratch, counts)[: tile.rows]
         rows = head.dq[tile.head, tile.start : tile.start + tile.rows]
         with self.turn:
             self.turn.wait_for(lambda: self.failed or head.next_key_tile[queries.index] == key_tile)
@@ -286,7 +287,7 @@ class _Call:
             self.turn.notify_all()
 
     def _weights(self, head: _Head, queries: _Queries, hidden: Array | None, scratch: _Scratch) -> tuple[Array, Array]:
-        """P and dS of a pair of tiles, (rows, tile_k), 0 where a key is hidden or a row has none."""
+        """P and dS of a pair of tiles, (padded, tile_k), 0 where a key is hidden or a row missing or without a key."""
         plan, tile, padded = self.plan, queries.tile, queries.padded
         here = tile.head, slice(tile.start, tile.start + tile.rows)
         shape = padded, plan.tile_k
@@ -313,7 +314,9 @@ class _Call:
                 np.copyto(x, 0, where=hidden)
             if head.has_dead[queries.index]:
                 x[self._dead(head, tile)] = 0
-        return weights, dscores
+        products[tile.rows :] = 0
+        dproducts[tile.rows :] = 0
+        return products, dproducts
 
     def _slope(self, x: Array, slope: Array) -> Array:
         """The derivative of tanh, 4 e / (1 + e)^2 with e = exp(-2 |x|): 1 - tanh^2 cancels where tanh is near 1."""
@@ -344,16 +347,20 @@ def _add_product(out: Array, weights: Array, x: Array, scratch: _Scratch, counts
 
 
 def _product(weights: Array, x: Array, scratch: _Scratch, counts: Array | None) -> Array:
-    """``weights @ x`` in a buffer of `scratch`; with `counts`, NaN and inf of x count only for the pairs in it."""
+    """``weights @ x`` in a buffer of `scratch`; with `counts`, NaN and inf of x count only for the pairs in it.
+
+    Few and long calls: threads that pass each other the GIL often wait for it longer than they compute.
+    """
     finite = x
     if counts is not None:
         finite = np.where(np.isfinite(x), x, 0)
-    total, addend = (view_as(buffer, len(weights), x.shape[1]) for buffer in (scratch.sums, scratch.spare))
-    for start in range(0, len(x), _TERMS):
-        terms = slice(start, start + _TERMS)
-        np.matmul(weights[:, terms], finite[terms], out=addend if start else total)
-        if start:
-            np.add(total, addend, out=total)
+    rows, terms = weights.shape
+    width = x.shape[1]
+    parts = max(terms // _TERMS, 1)
+    total, addends = view_as(scratch.sums, rows, width), view_as(scratch.spare, parts, rows, width)
+    split = weights.reshape(rows, parts, -1).swapaxes(0, 1)
+    np.matmul(split, finite.reshape(parts, -1, width), out=addends)
+    np.add.reduce(addends, axis=0, out=total)
     if counts is not None:
         for i in np.flatnonzero((finite != x).any(axis=1)):
             seen = counts[:, i]
