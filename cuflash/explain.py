@@ -11,10 +11,10 @@ from cuflash import select
 from cuflash.api import check_frameworks, to_native
 from cuflash.arrays import DLPackAdapter, adapter_of
 from cuflash.device import is_present
-from cuflash.io_model import Algorithm, compulsory_bytes, forward_bytes
+from cuflash.io_model import Algorithm, backward_bytes, compulsory_bytes, forward_bytes
 from cuflash.plan import NAMES, check_call, contiguous_operands
-from cuflash.problem import Causal, Layout, Problem, check_options
-from cuflash.variants.base import DeviceInfo, Operands
+from cuflash.problem import BackwardProblem, Causal, Layout, Problem, check_deterministic, check_options
+from cuflash.variants.base import BackwardOperands, DeviceInfo, Operands
 
 _ALGORITHMS: tuple[Algorithm, ...] = ("standard", "flash-1", "flash-2")
 _CPU_CACHE = 1 << 20  # fast memory assumed for the traffic model on a CPU: a typical per-core L2
@@ -31,7 +31,7 @@ _UNBROKEN = "\u00a0"  # a space at which textwrap does not break a line
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What ``cuflash.attention`` would do with a call.
+    """What ``cuflash.attention``, or ``cuflash.attention_backward``, would do with a call.
 
     Attributes
     ----------
@@ -46,9 +46,10 @@ class Explanation:
         where there is no compiler.
     hbm_bytes : dict
         Predicted bytes to and from device memory: ``"minimum"`` (each element that matters once), ``"standard"``
-        (scores written out), ``"flash-1"`` and ``"flash-2"`` (no reuse between tiles beyond one block's fast memory).
+        (scores written out), ``"flash-1"`` and ``"flash-2"`` (no reuse between tiles beyond one block's fast memory);
+        of a backward pass ``"minimum"`` and ``"flash-2"``.
     flops : int
-        Of both matrix products over the visible pairs.
+        Of both matrix products over the visible pairs, or of the five of a backward pass.
     copies : dict
         Inputs that are copied first, each with the reason.
     others : dict
@@ -77,8 +78,9 @@ class Explanation:
         }
 
     def __str__(self) -> str:
+        what = "backward, " if isinstance(self.problem, BackwardProblem) else ""
         lines = [
-            f"problem   {describe_problem(self.problem)}",
+            f"problem   {what}{describe_problem(self.problem)}",
             f"device    {describe_device(self.device)}",
             f"variant   {self.variant or 'none can run this problem'}",
         ]
@@ -168,6 +170,8 @@ def explain(
     return_lse: bool = False,
     variant: str | None = None,
     out: Any = None,
+    backward: bool = False,
+    deterministic: bool = False,
 ) -> Explanation:
     """Say what :func:`cuflash.attention` would do with the same arguments, without computing attention.
 
@@ -175,6 +179,11 @@ def explain(
     ----------
     q, k, v, causal, window, softcap, scale, layout, return_lse, variant, out
         As for :func:`cuflash.attention`.
+    backward : bool, optional
+        Explain :func:`cuflash.attention_backward` for these arrays instead, with all others C-contiguous and no dlse:
+        its ``config["workspace_bytes"]`` is the temporary memory that it takes on a GPU.
+    deterministic : bool, optional
+        As for :func:`cuflash.attention_backward`.
 
     Returns
     -------
@@ -210,13 +219,19 @@ def explain(
         adapter.facts(x, name)  # for its refusals
     call = check_call(adapter, inputs, options, given.get("out"))
     copies = {name: why for name, why in zip(NAMES, call.copies, strict=True) if why is not None}
-    return explain_problem(call.problem, call.device, call.operands, variant=variant, copies=copies)
+    problem, operands = call.problem, call.operands
+    if not backward:
+        return explain_problem(problem, call.device, operands, variant=variant, copies=copies)
+    gradients = BackwardProblem(**asdict(problem), deterministic=check_deterministic(deterministic))
+    o = contiguous_operands(problem)
+    layouts = BackwardOperands(o.out, operands.q, operands.k, operands.v, o.out, o.q, o.k, o.v)
+    return explain_problem(gradients, call.device, layouts, variant=variant, copies=copies)
 
 
 def explain_problem(
     problem: Problem,
     device: DeviceInfo,
-    operands: Operands | None = None,
+    operands: Operands | BackwardOperands | None = None,
     *,
     variant: str | None = None,
     copies: Mapping[str, str] | None = None,
@@ -226,8 +241,9 @@ def explain_problem(
     Parameters
     ----------
     problem : Problem
+        A ``BackwardProblem`` for its gradients.
     device : DeviceInfo
-    operands : Operands, optional
+    operands : Operands or BackwardOperands, optional
         Layouts of the arrays; those of C-contiguous bshd arrays when None.
     variant : str, optional
         The only variant to consider.
@@ -240,10 +256,11 @@ def explain_problem(
         If `variant` is not a known name.
     """
     select.check_variant(variant)
-    arrays, operands = operands is not None, contiguous_operands(problem) if operands is None else operands
+    arrays, operands = operands is not None, _contiguous(problem) if operands is None else operands
+    operation = _operation(problem)
     chosen, others = None, {}
     for name, entry in select.REGISTRY.items():
-        reason = select.why_not(name, problem, operands, device)
+        reason = select.why_not(name, problem, operands, device, operation)
         if not arrays and entry.device_kind != device.kind:  # select speaks of arrays that are somewhere
             kind = "CPU" if entry.device_kind == "cpu" else "CUDA"
             reason = f"runs on {kind} arrays, and cuflash never moves data between devices"
@@ -261,11 +278,20 @@ def explain_problem(
     )
 
 
+def _operation(problem: Problem) -> select.Operation:
+    return "backward" if isinstance(problem, BackwardProblem) else "forward"
+
+
+def _contiguous(problem: Problem) -> Operands | BackwardOperands:
+    o = contiguous_operands(problem)
+    return o if _operation(problem) == "forward" else BackwardOperands(o.out, o.q, o.k, o.v, o.out, o.q, o.k, o.v)
+
+
 def _account(
-    name: str, problem: Problem, operands: Operands, device: DeviceInfo
+    name: str, problem: Problem, operands: Operands | BackwardOperands, device: DeviceInfo
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """What the variant says of its Config, and what the compiler said if the variant can tell."""
-    variant = select.load(name)
+    variant = select.load(name, _operation(problem))
     config = variant.config(problem, operands, device)
     report = getattr(variant, "report", None)
     try:
@@ -281,6 +307,8 @@ def _account(
 def _traffic(problem: Problem, device: DeviceInfo, config: Mapping[str, Any]) -> dict[str, int]:
     cache = device.shared_memory or _CPU_CACHE
     tile = config.get("tile", (_TILE,))
+    if isinstance(problem, BackwardProblem):
+        return backward_bytes(problem, int(config.get("tile_n", config.get("tile_k", _TILE))))
     tile_m = int(config.get("tile_m", tile[0] if isinstance(tile, tuple | list) else _TILE))
     figures: dict[str, int] = {name: forward_bytes(problem, name, tile_m, cache) for name in _ALGORITHMS}
     return {"minimum": compulsory_bytes(problem), **figures}

@@ -1,4 +1,4 @@
-"""Bytes that attention forward moves to and from device memory, by algorithm: a model, with nothing measured.
+"""Bytes that attention moves to and from device memory, by algorithm: a model, with nothing measured.
 
 The model is that of the FlashAttention paper (Dao et al. 2022, section 3.2): one level of fast memory of a given size,
 and every array element that is not in it costs its bytes. Caches that several blocks share are not in it, so a GPU with
@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from cuflash.problem import Problem
+from cuflash.problem import BackwardProblem, Problem
 
 Algorithm = Literal["standard", "flash-1", "flash-2"]
 _STATE_BYTES = 4  # of each running maximum or sum
@@ -74,6 +74,49 @@ def forward_bytes(problem: Problem, algorithm: Algorithm, tile_m: int, cache_byt
     if algorithm == "flash-1":
         return _flash1_bytes(problem, cache_bytes)
     return _flash2_bytes(problem, tile_m, cache_bytes)
+
+
+def backward_bytes(problem: BackwardProblem, tile_n: int) -> dict[str, int]:
+    r"""Device-memory traffic of one backward pass.
+
+    Parameters
+    ----------
+    problem : BackwardProblem
+    tile_n : int
+        Keys of one tile.
+
+    Returns
+    -------
+    dict of str to int
+        ``"minimum"``: q, k, v, out, dout, lse and dlse read once, dq, dk and dv written once. ``"flash-2"`` (Dao 2023,
+        section 3.2): key tiles in the outer loop, so that K and V are read once for each query head that shares them,
+        dK and dV written once, while each tile reads Q, dO, lse and D of the queries that see it and adds to the
+        float32 sums of dQ, which is a read and a write. Before that D is made of dO and O; after it dQ of its sums. A
+        deterministic pass does without the sums: Q and dO are read once more, and K and V by each query tile.
+
+    Raises
+    ------
+    ValueError
+        If `tile_n` is not positive.
+    """
+    if tile_n < 1:
+        raise ValueError(f"tile_n={tile_n} must be positive")
+    p = problem
+    q, kv, out = _array_bytes(p)
+    rows = p.batch * p.heads_q * p.seqlen_q * _STATE_BYTES  # lse, dlse or D
+    given = rows * (2 if p.has_dlse else 1)
+    minimum = q + kv + 2 * out + given + q + kv
+    seen = _rows_seen(p.seqlen_k, p.seqlen_q, tile_n, _negated(p.diag_upper), _negated(p.diag_lower))
+    row = (p.head_dim + p.head_dim_v) * p.itemsize + 2 * _STATE_BYTES
+    sums = 0 if p.deterministic else _STATE_BYTES * p.head_dim
+    tiles = p.batch * p.heads_q * seen * (row + 2 * sums)
+    flash = 2 * out + rows * (2 if p.has_dlse else 1) + kv * p.group + kv + tiles + q
+    if p.deterministic:
+        keys = _rows_seen(p.seqlen_q, p.seqlen_k, tile_n, p.diag_lower, p.diag_upper)
+        flash += q + out + 2 * rows + p.batch * p.heads_q * keys * (p.head_dim + p.head_dim_v) * p.itemsize
+    else:
+        flash += 2 * p.batch * p.heads_q * p.seqlen_q * sums  # set to zero, and read in the end
+    return {"minimum": minimum, "flash-2": flash}
 
 
 def _array_bytes(problem: Problem) -> tuple[int, int, int]:

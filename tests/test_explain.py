@@ -14,9 +14,9 @@ import cuflash
 from cuflash import select
 from cuflash.device import known_device
 from cuflash.explain import explain_problem
-from cuflash.io_model import compulsory_bytes, forward_bytes
+from cuflash.io_model import backward_bytes, compulsory_bytes, forward_bytes
 from cuflash.plan import contiguous_operands
-from cuflash.problem import Problem
+from cuflash.problem import BackwardProblem, Problem
 from cuflash.variants.base import CPU, Operand
 
 PROBLEM = Problem(2, 100, 300, 4, 2, 64, 32, "bfloat16", 0.125)
@@ -247,3 +247,51 @@ def test_growth_of_theorem_2():
 def test_bytes_refusals(arguments):
     with pytest.raises(ValueError):
         forward_bytes(PROBLEM, *arguments)
+
+
+# ---- the backward pass -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backward_is_explained_with_its_temporary_memory(deterministic):
+    problem = BackwardProblem(2, 100, 300, 4, 2, 64, 32, "bfloat16", 0.125, deterministic=deterministic)
+    told = explain_problem(problem, GPU)
+    assert told.variant == "sm80" and told.others["sm90"] == "has no backward pass yet"
+    rows = 2 * 4 * 128  # a head's 100 rows rounded up
+    assert told.config["workspace_bytes"] == 4 * rows * (1 if deterministic else 1 + 64)
+    assert told.config["launches"][-1] == ("sm80_backward_query" if deterministic else "sm80_backward_finish")
+    assert set(told.hbm_bytes) == {"minimum", "flash-2"}
+    assert str(told).startswith("problem   backward, bfloat16")
+    json.dumps(told.as_dict())
+
+
+def test_backward_of_arrays():
+    q, k = np.zeros((1, 40, 4, 16), np.float32), np.zeros((1, 50, 2, 16), np.float32)
+    told = cuflash.explain(q, k, k, backward=True)
+    assert told.variant == "numpy" and told.problem.deterministic is False
+    assert told.flops == 5 * 2 * 4 * 40 * 50 * 16
+    with pytest.raises(TypeError, match="deterministic='yes' must be True or False"):
+        cuflash.explain(q, k, k, backward=True, deterministic="yes")
+
+
+@pytest.mark.parametrize("has_dlse", [False, True])
+@pytest.mark.parametrize("upper", [None, 0])
+def test_backward_traffic_by_brute_force(upper, has_dlse):
+    """Each read and write of each tile counted one by one."""
+    tile, (b, m, n, hq, hkv, d, dv) = 32, (2, 50, 70, 4, 2, 16, 8)
+    p = BackwardProblem(b, m, n, hq, hkv, d, dv, "float16", 1.0, diag_upper=upper, has_dlse=has_dlse)
+    rows = {  # queries that see some key of a tile
+        first: sum(any(upper is None or j <= i + upper for j in range(first, min(first + tile, n))) for i in range(m))
+        for first in range(0, n, tile)
+    }
+    per_head = 0
+    for first, seen in rows.items():
+        per_head += 2 * (min(tile, n - first) * (d + dv))  # K and V, for each query head
+        per_head += seen * (2 * (d + dv) + 4 + 4)  # Q, dO, lse and D
+        per_head += seen * 2 * 4 * d  # sums of dQ, read and written
+    per_head += 2 * 2 * m * dv + 4 * m + (4 * m if has_dlse else 0)  # O and dO read, D written, dlse read
+    per_head += 2 * 4 * m * d + 2 * m * d  # the sums set to zero and read, dQ written
+    keys = 2 * n * (d + dv)  # dK and dV of a head
+    assert backward_bytes(p, tile)["flash-2"] == b * (hq * per_head + hkv * keys)
+    with pytest.raises(ValueError, match="tile_n=0 must be positive"):
+        backward_bytes(p, 0)

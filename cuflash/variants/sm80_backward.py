@@ -475,6 +475,14 @@ class Sm80Backward(CudaVariant):
         shapes = workspace_shapes(problem, problem.deterministic)
         return Sm80BackwardPass(kernels, tuple((name, 4 * math.prod(shape)) for name, shape in shapes.items()))
 
+    def report(self, config: Sm80BackwardPass, device: DeviceInfo) -> dict[str, Any]:
+        """What the compiler says of the kernels: registers of each, the sum of the rest."""
+        arch = self.arch(device)
+        reports = [jit.compile_config(kernel, arch).report.summary(arch) for kernel in config.kernels]
+        total = {name: sum(x[name] for x in reports) for name in ("spill_bytes", "compile_seconds")}
+        registers = " + ".join(str(x["registers"]) for x in reports)
+        return {"arch": arch, "registers": registers, **total, "from_cache": all(x["from_cache"] for x in reports)}
+
     def workspace_bytes(self, problem: BackwardProblem, device: DeviceInfo, config: Sm80BackwardPass) -> int:
         """Row sums, and the float32 sums of dq unless deterministic."""
         return sum(size for _, size in config.workspace)
