@@ -6,12 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import cuflash
 from cuflash.device import ARCHITECTURES
-from cuflash.problem import DTYPES, MAX_HEAD_DIM, Options, check_options, make_problem
+from cuflash.problem import DTYPES, MAX_HEAD_DIM, BackwardProblem, Options, check_options, make_problem
 
 _EPILOG = """\
 examples:
@@ -252,6 +253,8 @@ def _add_explain(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--softcap", type=_number, default=0.0, metavar="CAP", help="default: no cap")
     parser.add_argument("--scale", type=_number, help="default: 1/sqrt(head-dim)")
+    parser.add_argument("--backward", action="store_true", help="the gradients instead of attention itself")
+    parser.add_argument("--deterministic", action="store_true", help="with --backward: the same bits in every run")
     parser.add_argument("--variant", help="the only variant to consider")
     parser.add_argument(
         "--device",
@@ -278,6 +281,8 @@ def _explain(args: argparse.Namespace) -> int:
     try:
         options: Options = check_options(args.causal, args.window, args.softcap, args.scale, "bshd")
         problem = make_problem(*shapes, args.dtype, options)
+        if args.backward:
+            problem = BackwardProblem(**asdict(problem), deterministic=args.deterministic)
         explanation = explain_problem(problem, _device(args.device), variant=args.variant)
     except (ValueError, TypeError) as error:
         raise _UsageError(str(error)) from error
