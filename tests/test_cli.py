@@ -331,6 +331,25 @@ def test_explain_on_the_cpu_prints_json(capsys):
     assert (found["problem"]["diag_lower"], found["problem"]["diag_upper"]) == (None, 20)
 
 
+def test_explain_the_gradients(capsys):
+    argv = [
+        "explain",
+        "--backward",
+        "--deterministic",
+        "--device",
+        "cpu",
+        "--seqlen-q",
+        "10",
+        "--seqlen-k",
+        "30",
+        "--json",
+    ]
+    assert main(argv) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["variant"] == "numpy" and found["problem"]["deterministic"] is True
+    assert found["others"]["sm90"] == "runs on CUDA arrays, and cuflash never moves data between devices"
+
+
 @needs_compiler
 def test_explain_for_a_gpu_that_is_not_there(store, capsys):
     argv = ["explain", "--device", "sm_90", "--head-dim", "64", "--window", "100", "none", "--heads-kv", "2"]
