@@ -1,6 +1,7 @@
 """The backward kernels on the CPU; see test_emulated_kernels.py."""
 
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from emulator.emulator import Way
 from test_emulated_kernels import DTYPES, WAYS, inputs
 
 import cuflash
+from cuflash import launch
 from cuflash.device import known_device
 from cuflash.plan import contiguous_operands
 from cuflash.problem import BackwardProblem, Options, make_problem
@@ -98,3 +100,33 @@ def test_hidden_nan_reaches_no_row_that_does_not_see_it(deterministic):
         x[0, 60, 0, 3] = 0
     want, _, _ = differentiate(*clean, Way(2, True), causal=True, deterministic=deterministic)
     np.testing.assert_array_equal(dq[0, :60].view(np.uint16), want[0, :60].view(np.uint16))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_launches_of_a_plan(deterministic, monkeypatch):
+    """The launcher as it is, on a driver that emulates; a batch of three on grids that hold two entries."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+
+    def load(config, index, *, arch, dynamic_shared_bytes):
+        return SimpleNamespace(function=0, config=config, compiled=None)
+
+    def enqueue(self, x, y, z, stream):
+        assert stream == 77 and self._threads == self._kernel.config.threads
+        emulator.run(self._kernel.config, bytes(self._struct), (x, y, z), self._shared_bytes, Way(6, True))
+
+    monkeypatch.setattr(sm80_backward.jit, "load", load)
+    monkeypatch.setattr(launch.KernelLaunch, "_enqueue", enqueue)
+    monkeypatch.setattr(sm80_backward, "MAX_GRID_YZ", 2)
+    dout, q, k, v = (np.concatenate([x, x[:, ::-1], -x]) for x in case(70, 90, 64, 64, causal=True)[:4])
+    out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    dlse = np.random.default_rng(5).standard_normal(lse.shape).astype(np.float32)
+    forward = make_problem(q.shape, k.shape, v.shape, "bfloat16", Options(causal=True))
+    problem = BackwardProblem(**asdict(forward), has_dlse=True, deterministic=deterministic)
+    o, device = contiguous_operands(forward), known_device("sm_90")
+    operands = BackwardOperands(dout=o.out, q=o.q, k=o.k, v=o.v, out=o.out, dq=o.q, dk=o.k, dv=o.v)
+    config = sm80_backward.VARIANT.config(problem, operands, device)
+    workspace = np.full(sm80_backward.VARIANT.workspace_bytes(problem, device, config), 0xFF, np.uint8)
+    grads = [np.full_like(x, np.nan) for x in (q, k, v)]
+    arrays = (dout, q, k, v, out, lse, dlse, *grads, workspace)
+    sm80_backward.VARIANT.launcher(problem, operands, device, config)(*(x.ctypes.data for x in arrays), 77)
+    check_backward(grads, dout, q, k, v, out, lse, dlse=dlse, causal=True)
