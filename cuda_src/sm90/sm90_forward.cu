@@ -43,6 +43,10 @@ struct Shape {
   static constexpr int k_at = Q::bytes, v_at = k_at + stages * K::bytes, barriers_at = v_at + stages * V::bytes;
   static constexpr int producer_registers = warpgroups == 2 ? 40 : 32;
   static constexpr int consumer_registers = warpgroups == 2 ? 232 : 160;
+  // A block has the registers that it was launched with: a warpgroup that takes more than the others leave waits for
+  // ever.
+  static constexpr int launch_registers = 65536 / threads / 8 * 8;
+  static_assert(consumers * consumer_registers + 128 * producer_registers <= threads * launch_registers);
   static_assert(tile_n % 16 == 0 && (warpgroups == 2 || warpgroups == 3), "wgmma takes 16 keys at a time");
 };
 
