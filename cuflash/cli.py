@@ -310,27 +310,27 @@ def _add_precompile(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--head-dims", type=_head_dims, default=[64, 128], help="default: 64,128")
     parser.add_argument("--dtypes", type=_dtypes, default=["bfloat16", "float16"], help="default: bfloat16,float16")
     parser.add_argument("--causal", choices=("yes", "no", "both"), default="both", help="default: both")
+    parser.add_argument("--backward", action="store_true", help="the kernels for gradients too")
     parser.set_defaults(run=_precompile)
     return parser
 
 
 def _precompile(args: argparse.Namespace) -> int:
     from cuflash import cache
-    from cuflash.device import known_device
+    from cuflash.device import device_info, known_device
     from cuflash.measure import gpu_problem
-    from cuflash.precompile import usual_problems
+    from cuflash.precompile import planned_kernels, usual_problems
     from cuflash.progress import Progress
 
     if args.arch is None and (problem := gpu_problem()):
         raise _UsageError(f"{problem}; name an architecture, for example --arch sm_90")
     try:
-        for arch in args.arch or ():
-            known_device(arch)
+        devices = [known_device(arch) for arch in args.arch] if args.arch else [device_info(0)]
     except ValueError as error:
         raise _UsageError(str(error)) from error
     causal = {"yes": (True,), "no": (False,), "both": (False, True)}[args.causal]
-    problems = usual_problems(args.head_dims, args.dtypes, causal)
-    with Progress(len(problems) * len(args.arch or (None,))) as progress:
+    problems = usual_problems(args.head_dims, args.dtypes, causal, args.backward)
+    with Progress(len(planned_kernels(problems, devices))) as progress:
         compiled = cuflash.precompile(problems, arch=args.arch, on_progress=progress.step)
     for kernel in compiled:
         state = "was there" if kernel.report.from_cache else f"{kernel.report.seconds:.2f} s"
@@ -340,6 +340,6 @@ def _precompile(args: argparse.Namespace) -> int:
 
 
 def _fields(config: Any) -> str:
-    facts = config.describe()
+    facts = asdict(config)
     names = ("element", "tile_d", "tile_dv", "has_band")
     return " ".join(f"{name} {facts[name]}" for name in names if name in facts)

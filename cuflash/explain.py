@@ -13,6 +13,7 @@ from cuflash.arrays import DLPackAdapter, adapter_of
 from cuflash.device import is_present
 from cuflash.io_model import Algorithm, backward_bytes, compulsory_bytes, forward_bytes
 from cuflash.plan import NAMES, check_call, contiguous_operands
+from cuflash.plan_backward import contiguous_layouts
 from cuflash.problem import BackwardProblem, Causal, Layout, Problem, check_deterministic, check_options
 from cuflash.variants.base import BackwardOperands, DeviceInfo, Operands
 
@@ -256,8 +257,8 @@ def explain_problem(
         If `variant` is not a known name.
     """
     select.check_variant(variant)
-    arrays, operands = operands is not None, _contiguous(problem) if operands is None else operands
-    operation = _operation(problem)
+    arrays, operands = operands is not None, contiguous_layouts(problem) if operands is None else operands
+    operation = select.operation_of(problem)
     chosen, others = None, {}
     for name, entry in select.REGISTRY.items():
         reason = select.why_not(name, problem, operands, device, operation)
@@ -278,20 +279,11 @@ def explain_problem(
     )
 
 
-def _operation(problem: Problem) -> select.Operation:
-    return "backward" if isinstance(problem, BackwardProblem) else "forward"
-
-
-def _contiguous(problem: Problem) -> Operands | BackwardOperands:
-    o = contiguous_operands(problem)
-    return o if _operation(problem) == "forward" else BackwardOperands(o.out, o.q, o.k, o.v, o.out, o.q, o.k, o.v)
-
-
 def _account(
     name: str, problem: Problem, operands: Operands | BackwardOperands, device: DeviceInfo
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """What the variant says of its Config, and what the compiler said if the variant can tell."""
-    variant = select.load(name, _operation(problem))
+    variant = select.load(name, select.operation_of(problem))
     config = variant.config(problem, operands, device)
     report = getattr(variant, "report", None)
     try:

@@ -16,13 +16,14 @@ from cuflash.plan import (
     check_call,
     check_like_q,
     check_result,
+    contiguous_operands,
     fresh_operand,
     operand_of,
     place_of,
 )
-from cuflash.problem import BackwardProblem, Options
-from cuflash.select import check_variant, select
-from cuflash.variants.base import BackwardOperands, DeviceInfo, Launcher
+from cuflash.problem import BackwardProblem, Options, Problem
+from cuflash.select import check_variant, operation_of, select
+from cuflash.variants.base import BackwardOperands, DeviceInfo, Launcher, Operands
 from cuflash.view import View
 
 INPUTS = ("dout", "q", "k", "v", "out", "lse", "dlse")
@@ -52,6 +53,12 @@ class BackwardCall:
     problem: BackwardProblem
     operands: BackwardOperands
     device: DeviceInfo
+
+
+def contiguous_layouts(problem: Problem) -> Operands | BackwardOperands:
+    """Layouts of C-contiguous bshd arrays of a Problem of either operation, as :func:`contiguous_operands`."""
+    o = contiguous_operands(problem)
+    return o if operation_of(problem) == "forward" else BackwardOperands(o.out, o.q, o.k, o.v, o.out, o.q, o.k, o.v)
 
 
 class BackwardPlan(Protocol):

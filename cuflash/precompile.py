@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from cuflash.device import device_info, known_device
 from cuflash.measure import gpu_problem
-from cuflash.plan import contiguous_operands
-from cuflash.problem import Options, Problem, make_problem
-from cuflash.select import select
+from cuflash.plan_backward import contiguous_layouts
+from cuflash.problem import BackwardProblem, Options, Problem, make_problem
+from cuflash.select import operation_of, select
 from cuflash.variants.base import DeviceInfo
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ def usual_problems(
     head_dims: Iterable[int] = (64, 128),
     dtypes: Iterable[str] = ("bfloat16", "float16"),
     causal: Iterable[bool] = (False, True),
+    backward: bool = False,
 ) -> list[Problem]:
-    """One Problem for each head dim, dtype and causal setting.
+    """One Problem for each head dim, dtype and causal setting, and with `backward` another for its gradients.
 
     Raises
     ------
@@ -36,7 +38,7 @@ def usual_problems(
     for dim in head_dims:
         shape = (1, _SEQLEN, 1, dim)
         problems += [make_problem(shape, shape, shape, name, Options(causal=mask)) for name in names for mask in masks]
-    return problems
+    return problems + [BackwardProblem(**asdict(p)) for p in problems if backward]
 
 
 def precompile(
@@ -110,8 +112,10 @@ def planned_kernels(problems: Iterable[Problem], devices: Sequence[DeviceInfo]) 
     builds: dict[tuple[Any, str], None] = {}
     for problem in problems:
         for device in devices:
-            variant, config = select(problem, contiguous_operands(problem), device)
-            builds[config, variant.arch(device)] = None
+            layouts = contiguous_layouts(problem)
+            variant, config = select(problem, layouts, device, operation=operation_of(problem))
+            for kernel in getattr(config, "kernels", (config,)):
+                builds[kernel, variant.arch(device)] = None
     return list(builds)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from cuflash.device import device_info
 from cuflash.errors import UnsupportedProblem
-from cuflash.problem import Problem
+from cuflash.problem import BackwardProblem, Problem
 from cuflash.variants.base import CPU, BackwardOperands, DeviceInfo, Operands
 from cuflash.view import DeviceKind
 
@@ -38,6 +38,11 @@ BACKWARD: dict[str, Entry] = {
 def registry(operation: Operation) -> dict[str, Entry]:
     """The variants of an operation, in order of preference."""
     return REGISTRY if operation == "forward" else BACKWARD
+
+
+def operation_of(problem: Problem) -> Operation:
+    """What a Problem is one of."""
+    return "backward" if isinstance(problem, BackwardProblem) else "forward"
 
 
 def _names(operation: Operation) -> list[str]:

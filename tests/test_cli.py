@@ -387,6 +387,15 @@ def test_explain_is_status_1_when_nothing_can_run(capsys):
 
 
 @needs_compiler
+def test_precompile_of_gradients(store, capsys):
+    argv = ["precompile", "--arch", "sm_80", "--head-dims", "32", "--dtypes", "float16", "--causal", "no", "--backward"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    names = [line.split()[1] for line in text.splitlines() if line.startswith("sm_80")]
+    assert names == ["sm80_forward", "sm80_backward_prepare", "sm80_backward", "sm80_backward_finish"]
+
+
+@needs_compiler
 def test_precompile_fills_the_store(store, capsys):
     argv = ["precompile", "--arch", "sm_80", "--head-dims", "32", "--dtypes", "float16", "--causal", "yes"]
     assert main(argv) == 0
