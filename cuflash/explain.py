@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any
 
 from cuflash import select
@@ -12,7 +12,7 @@ from cuflash.api import check_frameworks, to_native
 from cuflash.arrays import DLPackAdapter, adapter_of
 from cuflash.device import is_present
 from cuflash.io_model import Algorithm, backward_bytes, compulsory_bytes, forward_bytes
-from cuflash.plan import NAMES, check_call, contiguous_operands
+from cuflash.plan import NAMES, check_call
 from cuflash.plan_backward import contiguous_layouts
 from cuflash.problem import BackwardProblem, Causal, Layout, Problem, check_deterministic, check_options
 from cuflash.variants.base import BackwardOperands, DeviceInfo, Operands
@@ -224,8 +224,7 @@ def explain(
     if not backward:
         return explain_problem(problem, call.device, operands, variant=variant, copies=copies)
     gradients = BackwardProblem(**asdict(problem), deterministic=check_deterministic(deterministic))
-    o = contiguous_operands(problem)
-    layouts = BackwardOperands(o.out, operands.q, operands.k, operands.v, o.out, o.q, o.k, o.v)
+    layouts = replace(contiguous_layouts(gradients), **{name: getattr(operands, name) for name in NAMES})
     return explain_problem(gradients, call.device, layouts, variant=variant, copies=copies)
 
 

@@ -10,10 +10,10 @@
 #include "core/score.cuh"
 #include "core/seqlen.cuh"
 #include "core/softmax.cuh"
-#include "ptx/mma.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/special.cuh"
 #include "sm80/output.cuh"
+#include "sm80/product.cuh"
 #include "sm80/tile.cuh"
 #include "sm80/warp_pair.cuh"
 
@@ -195,51 +195,13 @@ struct WarpCoordinate {
   __device__ __forceinline__ int lane_row() const { return row + lane / 4; }
 };
 
-// rS (warp_rows, tile_n / warps_n) += Q K^T over Blocks blocks of 16 columns.
-template <int Blocks>
-__device__ __forceinline__ void query_key_blocks(float (&rS)[Shape::m_tiles][Shape::n_tiles][4],
-                                                 const FragmentAddress<Shape::tile_d>& query,
-                                                 const FragmentAddress<Shape::tile_d>& key) {
-#pragma unroll
-  for (int k = 0; k < Blocks; ++k) {
-    unsigned rQ[Shape::m_tiles][4];
-#pragma unroll
-    for (int m = 0; m < Shape::m_tiles; ++m) ldmatrix_x4(rQ[m], query.block(m, k));
-#pragma unroll
-    for (int n = 0; n < Shape::n_tiles; n += 2) {
-      unsigned rK[4];
-      ldmatrix_x4(rK, key.block(n / 2, k));
-#pragma unroll
-      for (int m = 0; m < Shape::m_tiles; ++m) {
-        mma_m16n8k16<Shape::Element>(rS[m][n], rQ[m], rK[0], rK[1]);
-        mma_m16n8k16<Shape::Element>(rS[m][n + 1], rQ[m], rK[2], rK[3]);
-      }
-    }
-  }
-}
-
-// rS (warp_rows, tile_n / warps_n) = Q K^T. Where O leaves few registers the loop over head_dim goes by spans and stays
-// rolled: unrolled, ptxas hoists so many fragment loads over the products that it spills.
+// rS (warp_rows, tile_n / warps_n) = Q K^T.
 __device__ __forceinline__ void query_key(float (&rS)[Shape::m_tiles][Shape::n_tiles][4], unsigned sQ, unsigned sK) {
-  using Layout = TileLayout<Shape::tile_d>;
+  constexpr int row_bytes = TileLayout<Shape::tile_d>::row_bytes;
   const WarpCoordinate w;
-  auto query = FragmentAddress<Shape::tile_d>::rows_first(sQ + w.row * Layout::row_bytes, w.lane);
-  auto key = FragmentAddress<Shape::tile_d>::columns_first(sK + w.first_key() * Layout::row_bytes, w.lane);
-#pragma unroll
-  for (int m = 0; m < Shape::m_tiles; ++m)
-#pragma unroll
-    for (int n = 0; n < Shape::n_tiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) rS[m][n][i] = 0.0f;
-  constexpr int spans = Config::rolled_spans == 0 ? Shape::tile_d / 16 / Layout::span_blocks : Config::rolled_spans;
-  constexpr int columns = spans * Layout::span_blocks * 16;
-  static_assert(Shape::tile_d % columns == 0, "whole steps");
-#pragma unroll 1
-  for (int column = 0; column < Shape::tile_d; column += columns) {
-    query_key_blocks<columns / 16>(rS, query, key);
-    query.next_span(spans);
-    key.next_span(spans);
-  }
+  product_nt<Shape::Element, Config::rolled_spans>(
+      rS, FragmentAddress<Shape::tile_d>::rows_first(sQ + w.row * row_bytes, w.lane),
+      FragmentAddress<Shape::tile_d>::columns_first(sK + w.first_key() * row_bytes, w.lane));
 }
 
 __device__ __forceinline__ void mask_tile(float (&rS)[Shape::m_tiles][Shape::n_tiles][4], const ForwardParams& p,
@@ -256,11 +218,7 @@ __device__ __forceinline__ void weight_value(float (&rO)[Shape::m_tiles][Shape::
   for (int d = 0; d < Shape::d_tiles; d += 2) {
     unsigned rV[4];
     ldmatrix_x4_trans(rV, value.block<Shape::warps_n>(key_block, d / 2));
-#pragma unroll
-    for (int m = 0; m < Shape::m_tiles; ++m) {
-      mma_m16n8k16<Shape::Element>(rO[m][d], rP[m], rV[0], rV[1]);
-      mma_m16n8k16<Shape::Element>(rO[m][d + 1], rP[m], rV[2], rV[3]);
-    }
+    multiply_block<Shape::Element>(rO, d, rP, rV);
   }
 }
 

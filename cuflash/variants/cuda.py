@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, TypeVar
 
 from cuflash import jit
 from cuflash.problem import Problem
 from cuflash.variants.base import DeviceInfo
 from cuflash.view import DeviceKind
+
+_RESERVED_SHARED = 1024  # bytes of shared memory that the driver takes for each block
 
 
 class CudaVariant:
@@ -53,3 +56,46 @@ def score_stage(problem: Problem) -> str:
         return "score_softcap"
     # Folded into the exponent, a scale must be positive, and neither it nor its products may leave float32.
     return "score_folded" if 2.0**-60 <= problem.scale <= 2.0**60 else "score_scaled"
+
+
+def round_up(x: int, multiple: int) -> int:
+    """The smallest multiple that is no less than x."""
+    return -(-x // multiple) * multiple
+
+
+_Config = TypeVar("_Config", bound=Any)
+
+
+def first_that_fits(configs: Iterable[_Config], device: DeviceInfo) -> _Config | None:
+    """The first Config whose blocks_per_sm fit a multiprocessor, else the first of which a block fits, else None."""
+    fitting = [config for config in configs if config.shared_bytes <= device.shared_memory]
+    together = (
+        config
+        for config in fitting
+        if config.blocks_per_sm * (config.shared_bytes + _RESERVED_SHARED) <= device.shared_memory_sm
+    )
+    return next(together, fitting[0] if fitting else None)
+
+
+def ci_problems() -> Iterator[tuple[Problem, str, int]]:
+    """What CI compiles sm80 kernels for: (problem, arch, alignment of all arrays), with and without a mask."""
+    dims = [(d, d) for d in range(32, 257, 32)] + [(192, 128), (64, 256), (256, 32)]
+    cases: list[tuple[str, int, dict[str, Any]]] = []
+    for arch in ("sm_80", "sm_86", "sm_89", "sm_90"):
+        cases += [(arch, 16, {"head_dim": d, "head_dim_v": dv}) for d, dv in dims]
+    for d in (64, 128, 256):
+        cases += [("sm_90", align, {"head_dim": d - 5, "head_dim_v": d - 5}) for align in (16, 8, 4, 2)]
+        extras: tuple[dict[str, Any], ...] = ({"dtype": "float16"}, {"softcap": 30.0}, {"scale": -1.0})
+        cases += [("sm_90", 16, {"head_dim": d, "head_dim_v": d, **extra}) for extra in extras]
+    base = {
+        "batch": 1,
+        "seqlen_q": 256,
+        "seqlen_k": 256,
+        "heads_q": 1,
+        "heads_kv": 1,
+        "dtype": "bfloat16",
+        "scale": 1.0,
+    }
+    for arch, alignment, extra in cases:
+        for upper in (None, 0):
+            yield Problem(**{**base, **extra, "diag_upper": upper}), arch, alignment

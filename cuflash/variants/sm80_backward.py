@@ -25,9 +25,8 @@ from cuflash.device import known_device
 from cuflash.launch import MAX_GRID_YZ, BackwardLaunch, backward_params
 from cuflash.problem import BackwardProblem, Problem
 from cuflash.variants.base import BackwardOperands, DeviceInfo, Launcher, Operand, Operands
-from cuflash.variants.cuda import CudaVariant, score_stage
+from cuflash.variants.cuda import CudaVariant, ci_problems, first_that_fits, round_up, score_stage
 
-_RESERVED_SHARED = 1024  # bytes of shared memory that the driver takes for each block
 ROW_TILE = 128  # the workspace holds this many rows of a head, or a multiple; every tile_m divides it
 _SMALL_TILE = 64  # rows of a block of the kernels before and after
 _SMALL_WARPS = 4
@@ -143,8 +142,8 @@ class Sm80BackwardQueryConfig(_TileConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class Sm80BackwardPrepareConfig:
-    """Template arguments of sm80_backward_prepare.cu.
+class _RowsConfig:
+    """Template arguments of the kernels before and after, which go by rows.
 
     Attributes
     ----------
@@ -154,6 +153,25 @@ class Sm80BackwardPrepareConfig:
         Query rows and warps of a block.
     tile_d : int
         head_dim rounded up to a multiple of 32: numbers in a row of the sums of dq.
+    """
+
+    element: str
+    tile_m: int
+    warps: int
+    tile_d: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
+
+
+@dataclass(frozen=True, slots=True)
+class Sm80BackwardPrepareConfig(_RowsConfig):
+    """Template arguments of sm80_backward_prepare.cu.
+
+    Attributes
+    ----------
     vector_bytes : int
         Width of loads that the strides and addresses of out and dout allow.
     accumulate_dq : bool
@@ -163,17 +181,8 @@ class Sm80BackwardPrepareConfig:
     source: ClassVar[str] = "sm80/sm80_backward_prepare.cu"
     kernel: ClassVar[str] = "sm80_backward_prepare"
 
-    element: str
-    tile_m: int
-    warps: int
-    tile_d: int
     vector_bytes: int
     accumulate_dq: bool
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 32 * self.warps
 
     @property
     def shared_bytes(self) -> int:
@@ -182,17 +191,11 @@ class Sm80BackwardPrepareConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Sm80BackwardFinishConfig:
+class Sm80BackwardFinishConfig(_RowsConfig):
     """Template arguments of sm80_backward_finish.cu.
 
     Attributes
     ----------
-    element : str
-        ``"bfloat16"`` or ``"float16"``.
-    tile_m, warps : int
-        Query rows and warps of a block.
-    tile_d : int
-        head_dim rounded up to a multiple of 32.
     out_vector_bytes : int
         Width of stores that the strides and address of dq allow.
     exact_dims : bool
@@ -204,18 +207,9 @@ class Sm80BackwardFinishConfig:
     source: ClassVar[str] = "sm80/sm80_backward_finish.cu"
     kernel: ClassVar[str] = "sm80_backward_finish"
 
-    element: str
-    tile_m: int
-    warps: int
-    tile_d: int
     out_vector_bytes: int
     exact_dims: bool
     reduce_width: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 32 * self.warps
 
     @property
     def shared_bytes(self) -> int:
@@ -269,13 +263,9 @@ _QUERY_TILES = (
 )
 
 
-def _round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
-
-
 def padded_rows(problem: Problem) -> int:
     """Rows of a head in the workspace."""
-    return _round_up(problem.seqlen_q, ROW_TILE)
+    return round_up(problem.seqlen_q, ROW_TILE)
 
 
 def workspace_shapes(problem: Problem, deterministic: bool) -> dict[str, tuple[int, ...]]:
@@ -287,7 +277,7 @@ def workspace_shapes(problem: Problem, deterministic: bool) -> dict[str, tuple[i
     rows = (problem.batch, problem.heads_q, padded_rows(problem))
     shapes: dict[str, tuple[int, ...]] = {"delta": rows}
     if not deterministic:
-        shapes["dq_sum"] = (*rows, _round_up(problem.head_dim, 32))
+        shapes["dq_sum"] = (*rows, round_up(problem.head_dim, 32))
     return shapes
 
 
@@ -296,7 +286,7 @@ def _reduce_width(device: DeviceInfo) -> int:
 
 
 def _fields(tile: _Tile, problem: Problem, operands: BackwardOperands, outputs: tuple[Operand, ...]) -> dict[str, Any]:
-    tile_d, tile_dv = _round_up(problem.head_dim, 32), _round_up(problem.head_dim_v, 32)
+    tile_d, tile_dv = round_up(problem.head_dim, 32), round_up(problem.head_dim_v, 32)
     fields = asdict(tile)
     del fields["max_dim"], fields["row_blocks"]
     if tile_d % 64 or tile_dv % 64:
@@ -315,19 +305,14 @@ def _fields(tile: _Tile, problem: Problem, operands: BackwardOperands, outputs: 
 
 
 def _choose(candidates: list[Any], device: DeviceInfo) -> Any:
-    fitting = [config for config in candidates if config.shared_bytes <= device.shared_memory]
-    if not fitting:
+    config = first_that_fits(candidates, device)
+    if config is None:
         smallest = min(config.shared_bytes for config in candidates)
         raise ValueError(
             f"device {device.name!r} has {device.shared_memory} bytes of shared memory a block, and the smallest tile "
             f"needs {smallest}; use a device with more"
         )
-    together = (
-        config
-        for config in fitting
-        if config.blocks_per_sm * (config.shared_bytes + _RESERVED_SHARED) <= device.shared_memory_sm
-    )
-    return next(together, fitting[0])
+    return config
 
 
 def _tiles_for(table: tuple[_Tile, ...], problem: Problem) -> list[_Tile]:
@@ -384,7 +369,7 @@ def prepare_config(
         element=problem.dtype,
         tile_m=_SMALL_TILE,
         warps=_SMALL_WARPS,
-        tile_d=_round_up(problem.head_dim, 32),
+        tile_d=round_up(problem.head_dim, 32),
         vector_bytes=min(operands.out.alignment, operands.dout.alignment),
         accumulate_dq=not deterministic,
     )
@@ -392,7 +377,7 @@ def prepare_config(
 
 def finish_config(problem: Problem, operands: BackwardOperands, device: DeviceInfo) -> Sm80BackwardFinishConfig:
     """The Config of the kernel that runs last, unless deterministic."""
-    tile_d = _round_up(problem.head_dim, 32)
+    tile_d = round_up(problem.head_dim, 32)
     return Sm80BackwardFinishConfig(
         element=problem.dtype,
         tile_m=_SMALL_TILE,
@@ -564,36 +549,16 @@ class Sm80BackwardLaunch:
 
 def ci_configs() -> Iterator[tuple[Any, str, tuple[str, ...]]]:
     """See :func:`cuflash.variants.ci_configs`; without the deterministic pass where another case is much like it."""
-    masks: tuple[dict[str, Any], ...] = ({}, {"diag_upper": 0})
-    dims = [(d, d) for d in range(32, 257, 32)] + [(192, 128), (64, 256), (256, 32)]
-    cases: list[tuple[str, int, dict[str, Any]]] = []
-    for arch in ("sm_80", "sm_86", "sm_89", "sm_90"):
-        cases += [(arch, 16, {"head_dim": d, "head_dim_v": dv}) for d, dv in dims]
-    for d in (64, 128, 256):
-        cases += [("sm_90", align, {"head_dim": d - 5, "head_dim_v": d - 5}) for align in (16, 8, 4, 2)]
-        extras: tuple[dict[str, Any], ...] = ({"dtype": "float16"}, {"softcap": 30.0}, {"scale": -1.0})
-        cases += [("sm_90", 16, {"head_dim": d, "head_dim_v": d, **extra}) for extra in extras]
-    base = {
-        "batch": 1,
-        "seqlen_q": 256,
-        "seqlen_k": 256,
-        "heads_q": 1,
-        "heads_kv": 1,
-        "dtype": "bfloat16",
-        "scale": 1.0,
-    }
     seen = set()
-    for arch, alignment, extra in cases:
-        operands = BackwardOperands(*[Operand((0, 0, 0), alignment)] * 8)
-        for mask in masks:
-            problem, device = Problem(**{**base, **extra, **mask}), known_device(arch)
-            found = list(configs(problem, operands, device))
-            if arch in ("sm_80", "sm_90"):
-                found += configs(problem, operands, device, deterministic=True)
-            for config in found:
-                if (config, arch) not in seen:
-                    seen.add((config, arch))
-                    yield config, arch, _expected(config, alignment)
+    for problem, arch, alignment in ci_problems():
+        operands, device = BackwardOperands(*[Operand((0, 0, 0), alignment)] * 8), known_device(arch)
+        found = list(configs(problem, operands, device))
+        if arch in ("sm_80", "sm_90"):
+            found += configs(problem, operands, device, deterministic=True)
+        for config in found:
+            if (config, arch) not in seen:
+                seen.add((config, arch))
+                yield config, arch, _expected(config, alignment)
 
 
 def _expected(config: Any, alignment: int) -> tuple[str, ...]:

@@ -11,13 +11,10 @@ from typing import Any, ClassVar
 
 from cuflash import jit
 from cuflash.device import known_device
-from cuflash.launch import ForwardLaunch, forward_params
+from cuflash.launch import MAX_GRID_YZ, ForwardLaunch, forward_params
 from cuflash.problem import Problem
 from cuflash.variants.base import DeviceInfo, Launcher, Operand, Operands
-from cuflash.variants.cuda import CudaVariant, score_stage
-
-_RESERVED_SHARED = 1024  # bytes of shared memory that the driver takes for each block
-_MAX_HEADS = 65535  # of a grid's y axis
+from cuflash.variants.cuda import CudaVariant, ci_problems, first_that_fits, round_up, score_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +113,6 @@ _TILES = (
 )
 
 
-def _round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
-
-
 class Sm80Forward(CudaVariant):
     """The variant object; see :mod:`cuflash.variants.base`."""
 
@@ -134,18 +127,19 @@ class Sm80Forward(CudaVariant):
         """Why the problem cannot run, or None."""
         if reason := self.unsuitable(problem, device):
             return reason
-        if problem.heads_q > _MAX_HEADS:
-            return f"takes at most {_MAX_HEADS} query heads, not {problem.heads_q}"
+        if problem.heads_q > MAX_GRID_YZ:
+            return f"takes at most {MAX_GRID_YZ} query heads, not {problem.heads_q}"
         if _alignment(operands) < 2 or operands.out.alignment < 2:
             return "needs addresses that are multiples of the element size"
-        if not any(_fits(config, device) for config in _candidates(problem, operands)):
+        if first_that_fits(_candidates(problem, operands), device) is None:
             return f"no tile for head_dim {problem.head_dim} fits {device.shared_memory} bytes of shared memory"
         return None
 
     def config(self, problem: Problem, operands: Operands, device: DeviceInfo) -> Sm80ForwardConfig:
         """The first tile of the table that suits the device."""
-        fitting = [config for config in _candidates(problem, operands) if _fits(config, device)]
-        return next((config for config in fitting if _fits_together(config, device)), fitting[0])
+        config = first_that_fits(_candidates(problem, operands), device)
+        assert config is not None, "unsupported() has said so"
+        return config
 
     def launcher(self, problem: Problem, operands: Operands, device: DeviceInfo, config: Sm80ForwardConfig) -> Launcher:
         """Compile or load the kernel and pack its parameters."""
@@ -170,14 +164,6 @@ def _alignment(operands: Operands) -> int:
     return min(operands.q.alignment, operands.k.alignment, operands.v.alignment)
 
 
-def _fits(config: Sm80ForwardConfig, device: DeviceInfo) -> bool:
-    return config.shared_bytes <= device.shared_memory
-
-
-def _fits_together(config: Sm80ForwardConfig, device: DeviceInfo) -> bool:
-    return config.blocks_per_sm * (config.shared_bytes + _RESERVED_SHARED) <= device.shared_memory_sm
-
-
 def _candidates(problem: Problem, operands: Operands) -> list[Sm80ForwardConfig]:
     largest = max(problem.head_dim, problem.head_dim_v)
     size = min(tile.max_dim for tile in _TILES if largest <= tile.max_dim)
@@ -185,7 +171,7 @@ def _candidates(problem: Problem, operands: Operands) -> list[Sm80ForwardConfig]
 
 
 def _config(tile: _Tile, problem: Problem, operands: Operands) -> Sm80ForwardConfig:
-    tile_d, tile_dv = _round_up(problem.head_dim, 32), _round_up(problem.head_dim_v, 32)
+    tile_d, tile_dv = round_up(problem.head_dim, 32), round_up(problem.head_dim_v, 32)
     shared_fields = asdict(tile)
     del shared_fields["max_dim"]
     return Sm80ForwardConfig(
@@ -203,27 +189,7 @@ def _config(tile: _Tile, problem: Problem, operands: Operands) -> Sm80ForwardCon
 
 def ci_configs() -> Iterator[tuple[Sm80ForwardConfig, str, tuple[str, ...]]]:
     """See :func:`cuflash.variants.ci_configs`."""
-    masks: tuple[dict[str, Any], ...] = ({}, {"diag_upper": 0})
-    dims = [(d, d) for d in range(32, 257, 32)] + [(192, 128), (64, 256), (256, 32)]
-    fields: list[tuple[str, int, dict[str, Any]]] = []
-    for arch in ("sm_80", "sm_86", "sm_89", "sm_90"):
-        fields += [(arch, 16, {"head_dim": d, "head_dim_v": dv}) for d, dv in dims]
-    for d in (64, 128, 256):
-        fields += [("sm_90", align, {"head_dim": d - 5, "head_dim_v": d - 5}) for align in (16, 8, 4, 2)]
-        extras: tuple[dict[str, Any], ...] = ({"dtype": "float16"}, {"softcap": 30.0}, {"scale": -1.0})
-        fields += [("sm_90", 16, {"head_dim": d, "head_dim_v": d, **extra}) for extra in extras]
-    base = {
-        "batch": 1,
-        "seqlen_q": 256,
-        "seqlen_k": 256,
-        "heads_q": 1,
-        "heads_kv": 1,
-        "dtype": "bfloat16",
-        "scale": 1.0,
-    }
-    for arch, alignment, extra in fields:
-        for mask in masks:
-            operand = Operand((0, 0, 0), alignment)
-            operands = Operands(operand, operand, operand, operand)
-            config = VARIANT.config(Problem(**{**base, **extra, **mask}), operands, known_device(arch))
-            yield config, arch, ("HMMA", "LDSM") if alignment == 2 else ("HMMA", "LDSM", "LDGSTS")
+    for problem, arch, alignment in ci_problems():
+        operand = Operand((0, 0, 0), alignment)
+        config = VARIANT.config(problem, Operands(operand, operand, operand, operand), known_device(arch))
+        yield config, arch, ("HMMA", "LDSM") if alignment == 2 else ("HMMA", "LDSM", "LDGSTS")
