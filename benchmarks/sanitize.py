@@ -22,23 +22,30 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def run_cases(variant: str) -> None:
+RUNS = ("sm80", "sm90", "sm80-backward")
+
+
+def run_cases(run: str) -> None:
     """Every head dim and mask once, rows without keys, NaN under a mask, and more tiles than multiprocessors."""
     import cupy
     import numpy as np
 
     import cuflash
 
+    variant, _, backward = run.partition("-")
     rng = np.random.default_rng(0)
     calls = skipped = 0
 
     def attend(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], poison: bool, **options: Any) -> None:
         nonlocal calls, skipped
         arrays = [cupy.asarray(rng.standard_normal(shape), np.float16) for shape in (q, k, v)]
-        if poison:
+        if poison and not backward:
             arrays[2][:, 200:210, :, 3] = np.nan
         try:
-            cuflash.attention(*arrays, variant=variant, return_lse=True, **options)
+            out, lse = cuflash.attention(*arrays, variant=variant, return_lse=True, **options)
+            for deterministic in (False, True) if backward else ():
+                given = (out, *arrays, out, lse)  # out serves as its own gradient
+                cuflash.attention_backward(*given, variant=variant, deterministic=deterministic, **options)
             calls += 1
         except cuflash.UnsupportedProblem:
             skipped += 1
@@ -50,12 +57,12 @@ def run_cases(variant: str) -> None:
         attend((1, 300, 1, d), (1, 20, 1, d), (1, 20, 1, dv), False, causal=True)
     attend((2, 700, 50, 64), (2, 700, 50, 64), (2, 700, 50, 64), False, causal=True)
     cupy.cuda.runtime.deviceSynchronize()
-    print(f"{variant}: {calls} calls, {skipped} that it does not take")
+    print(f"{run}: {calls} calls, {skipped} that it does not take")
 
 
-def start(variant: str, tool: str) -> subprocess.Popen[str]:
-    """The cases of one variant under one tool, or under none."""
-    command = [sys.executable, __file__, "--cases", variant]
+def start(run: str, tool: str) -> subprocess.Popen[str]:
+    """The cases of one run under one tool, or under none."""
+    command = [sys.executable, __file__, "--cases", run]
     if tool:
         command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9", *command]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -80,10 +87,10 @@ def finish(name: str, process: subprocess.Popen[str], deadline: float) -> bool:
 def main() -> int:
     """Parse arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", nargs="+", default=["sm80", "sm90"])
+    parser.add_argument("--run", nargs="+", choices=RUNS, default=RUNS)
     parser.add_argument("--tool", nargs="+", default=["memcheck", "racecheck"])
     parser.add_argument("--seconds", type=float, default=300, help="for all of them, which run side by side")
-    parser.add_argument("--cases", metavar="VARIANT", help="run the cases of one variant, under no tool")
+    parser.add_argument("--cases", choices=RUNS, help="run the cases of one of them, under no tool")
     args = parser.parse_args()
     if args.cases:
         run_cases(args.cases)
@@ -92,9 +99,9 @@ def main() -> int:
         print("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
         return 2
     deadline = time.monotonic() + args.seconds
-    plain = [(variant, start(variant, "")) for variant in args.variant]  # compiles, which under a tool takes long
-    bad = sum(not finish(variant, process, deadline) for variant, process in plain)
-    runs = [(f"{variant} {tool}", start(variant, tool)) for variant in args.variant for tool in args.tool]
+    plain = [(run, start(run, "")) for run in args.run]  # compiles, which under a tool takes long
+    bad = sum(not finish(run, process, deadline) for run, process in plain)
+    runs = [(f"{run} {tool}", start(run, tool)) for run in args.run for tool in args.tool]
     bad += sum(not finish(name, process, deadline) for name, process in runs)
     return 1 if bad else 0
 
