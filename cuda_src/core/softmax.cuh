@@ -11,22 +11,41 @@ namespace cuflash {
 // range (as FlashAttention-4 does). Whatever the reference, a weight has the same relative precision, except that the
 // largest is 1, which 16 bits hold exactly: where one key dominates a row that is most of the error.
 //
-// exp2(s * scale - reference * scale) is one FFMA a score, with the product for the reference rounded once. Beyond this
-// many base-2 units its rounding would show, or overflow; such a row subtracts first, which is exact near the maximum.
-constexpr float kMaxFoldedReference = 1048576.0f;
+// exp2(s * scale - maximum * scale) is one FFMA a score, with the product for the maximum rounded once: the shift of
+// the row. What was summed relative to an old maximum is rescaled by the difference of the shifts. Beyond this many
+// base-2 units a shift's rounding would show, or overflow; such a far row subtracts the maximum first, which is exact
+// near it.
+constexpr float kMaxShift = 1048576.0f;
 
-// Whether a reference is too far from 0 to be folded into an FFMA.
-__device__ __forceinline__ bool is_far_reference(float reference, float exp2_scale) {
-  return fabsf(__fmul_rn(reference, exp2_scale)) > kMaxFoldedReference && reference != negative_infinity();
-}
+// Weights are exp2((s - score) * scale - shift).
+struct Reference {
+  float score, shift;
+
+  static __device__ __forceinline__ float shift_of(float maximum, float exp2_scale) {
+    return __fmul_rn(maximum, exp2_scale);
+  }
+
+  // Whether a row is far, or has seen no key yet: then shift_of() does not do.
+  static __device__ __forceinline__ bool needs_care(float maximum, float exp2_scale) {
+    return fabsf(shift_of(maximum, exp2_scale)) > kMaxShift;
+  }
+
+  // Of any row. One without keys also subtracts 0: exp2(-inf - 0) is the 0 it needs.
+  static __device__ __forceinline__ Reference of(float maximum, float exp2_scale) {
+    const bool care = needs_care(maximum, exp2_scale);  // selects, no branches
+    return {care && maximum != negative_infinity() ? maximum : 0.0f, care ? 0.0f : shift_of(maximum, exp2_scale)};
+  }
+};
 
 // State of this thread's rows: lane/4 and lane/4 + 8 of each 16-row fragment.
 template <int MTiles>
 struct OnlineSoftmax {
   float row_max[MTiles][2];  // in staged score units; shared by the four lanes of a row
   float row_sum[MTiles][2];  // this lane's part only, until the kernel combines them
+  float care_above;          // shifts beyond this need care; -1 while the maximum of one of the warp's rows is far
 
   __device__ __forceinline__ void init() {
+    care_above = kMaxShift;
 #pragma unroll
     for (int m = 0; m < MTiles; ++m)
 #pragma unroll
@@ -36,39 +55,50 @@ struct OnlineSoftmax {
       }
   }
 
-  // Raises the running maximum of a row to that of a tile, the same in all lanes of the row. What the row has
-  // accumulated must be multiplied with the factor returned, 1 without a new maximum.
-  __device__ __forceinline__ float raise_max(int m, int half, float tile_max, float exp2_scale) {
+  // Whether raising a row to `maximum` needs care, for its own sake or that of another row of the warp.
+  __device__ __forceinline__ bool needs_care(float maximum, float exp2_scale) const {
+    return fabsf(Reference::shift_of(maximum, exp2_scale)) > care_above;
+  }
+
+  // By the whole warp, after care was taken.
+  __device__ __forceinline__ void remember_far_rows(float exp2_scale) {
+    bool far = false;
+#pragma unroll
+    for (int m = 0; m < MTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) far |= Reference::of(row_max[m][half], exp2_scale).score != 0.0f;
+    care_above = __any_sync(0xFFFFFFFFu, far) ? -1.0f : kMaxShift;
+  }
+
+  // Makes `maximum`, at least the present one, the reference of a row. What the row has accumulated must be multiplied
+  // with the factor returned, 1 without a new maximum. With `care` for any row, else for those that need none.
+  template <bool Care>
+  __device__ __forceinline__ float raise_max(int m, int half, float maximum, float exp2_scale) {
     const float old = row_max[m][half];
-    const bool raise = tile_max > old;  // not for NaN, nor for -inf over -inf
-    const float factor = exp2_approx(raise ? (old - tile_max) * exp2_scale : 0.0f);  // a select, no branch
-    row_max[m][half] = raise ? tile_max : old;
-    row_sum[m][half] *= factor;
-    return factor;
+    row_max[m][half] = maximum;
+    if constexpr (!Care)
+      return exp2_approx(Reference::shift_of(old, exp2_scale) - Reference::shift_of(maximum, exp2_scale));
+    const Reference was = Reference::of(old, exp2_scale), is = Reference::of(maximum, exp2_scale);
+    const bool same = old == maximum || old == negative_infinity();  // also where inf is, or nothing was summed
+    return exp2_approx(same ? 0.0f : fmaf(was.score - is.score, exp2_scale, was.shift - is.shift));
   }
 
-  __device__ __forceinline__ bool is_far(int m, int half, float exp2_scale) const {
-    return is_far_reference(row_max[m][half], exp2_scale);
-  }
-
-  // The scores of a far row relative to its reference; exponentiate() then has nothing to subtract from them.
+  // The scores of a far row relative to its maximum; exponentiate() then has only the shift to subtract.
   template <int NTiles>
-  __device__ __forceinline__ void subtract_far_reference(float (&rS)[MTiles][NTiles][4], int m, int half,
-                                                         float exp2_scale) const {
-    const float reference = is_far(m, half, exp2_scale) ? row_max[m][half] : 0.0f;
+  __device__ __forceinline__ void subtract_far_maximum(float (&rS)[MTiles][NTiles][4], int m, int half,
+                                                       float exp2_scale) const {
+    const float score = Reference::of(row_max[m][half], exp2_scale).score;
 #pragma unroll
     for (int n = 0; n < NTiles; ++n) {
-      rS[m][n][2 * half] -= reference;
-      rS[m][n][2 * half + 1] -= reference;
+      rS[m][n][2 * half] -= score;
+      rS[m][n][2 * half + 1] -= score;
     }
   }
 
-  // The scores of a row to weights, in place, and their sum.
+  // The scores of a row to weights, in place; their sum joins `factor` times the row's.
   template <int NTiles>
-  __device__ __forceinline__ void exponentiate(float (&rS)[MTiles][NTiles][4], int m, int half, float exp2_scale) {
-    // A row that has seen no key yet also subtracts 0: exp2(-inf - 0) is the 0 it needs.
-    const float folded = __fmul_rn(row_max[m][half], exp2_scale);
-    const float shift = fabsf(folded) > kMaxFoldedReference ? 0.0f : folded;
+  __device__ __forceinline__ void exponentiate(float (&rS)[MTiles][NTiles][4], int m, int half, float exp2_scale,
+                                               float shift, float factor) {
     float sum = 0.0f;
 #pragma unroll
     for (int n = 0; n < NTiles; ++n)
@@ -78,7 +108,7 @@ struct OnlineSoftmax {
         s = exp2_approx(fmaf(s, exp2_scale, -shift));
         sum += s;
       }
-    row_sum[m][half] += sum;
+    row_sum[m][half] = fmaf(row_sum[m][half], factor, sum);
   }
 
   // 1/sum, or 0 for a row without keys; NaN stays NaN.
@@ -91,9 +121,9 @@ struct OnlineSoftmax {
     constexpr float ln2 = 0.693147180559945309f;
     if (row_sum[m][half] == 0.0f) return negative_infinity();
     const float log2_sum = log2f(row_sum[m][half]);
-    if (is_far(m, half, exp2_scale)) return fmaf(row_max[m][half], exp2_scale * ln2, log2_sum * ln2);
-    // The product rounded as exponentiate() rounded it: the sum is relative to that.
-    return __fadd_rn(__fmul_rn(row_max[m][half], exp2_scale), log2_sum) * ln2;
+    const Reference reference = Reference::of(row_max[m][half], exp2_scale);
+    if (reference.score != 0.0f) return fmaf(reference.score, exp2_scale * ln2, log2_sum * ln2);
+    return __fadd_rn(reference.shift, log2_sum) * ln2;
   }
 };
 
@@ -131,18 +161,6 @@ __device__ __forceinline__ float lane_row_max(const float (&rS)[MTiles][NTiles][
 #pragma unroll
   for (int c = 1; c < Chains; ++c) chain[0] = fmaxf(chain[0], chain[c]);
   return chain[0];
-}
-
-// The same where `start` is at least +0: then numbers compare as their bits do as signed integers, and of those sm_90
-// compares three in one instruction. A NaN may be the result.
-template <int MTiles, int NTiles>
-__device__ __forceinline__ float lane_row_max_from_zero(const float (&rS)[MTiles][NTiles][4], int m, int half,
-                                                        float start) {
-  int largest = __float_as_int(start);
-#pragma unroll
-  for (int n = 0; n < NTiles; ++n)
-    largest = max(max(largest, __float_as_int(rS[m][n][2 * half])), __float_as_int(rS[m][n][2 * half + 1]));
-  return __int_as_float(largest);
 }
 
 }  // namespace cuflash

@@ -253,23 +253,30 @@ __device__ __forceinline__ void combine_lanes(float (&value)[Shape::m_tiles][2],
   }
 }
 
-// Raises the maxima of rows to `row`, each lane's own, and rescales rO. Says whether a reference is far from 0.
-__device__ __forceinline__ bool raise_maxima(Softmax& softmax, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
-                                             float (&row)[Shape::m_tiles][2], const ForwardParams& p, unsigned sRow) {
+// Raises the maxima of rows to `row`, each lane's own, and rescales what they have accumulated. `care` says, before and
+// after, whether some row of the warp needs it.
+__device__ __forceinline__ void raise_maxima(Softmax& softmax, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
+                                             float (&row)[Shape::m_tiles][2], const ForwardParams& p, unsigned sRow,
+                                             bool& care) {
   combine_lanes(row, sRow, [](float a, float b) { return fmaxf(a, b); });
-  bool far = false;
-  for_each_row([&](int m, int half) {
-    row[m][half] = softmax.raise_max(m, half, row[m][half], p.exp2_scale);  // from here on the factor for rO
-    far |= softmax.is_far(m, half, p.exp2_scale);
-  });
+  bool needed = false;
+  for_each_row([&](int m, int half) { needed |= Reference::needs_care(row[m][half], p.exp2_scale); });
+  needed = __any_sync(0xFFFFFFFFu, needed);
+  if (needed || care) {  // from here on `row` is the factor
+    for_each_row([&](int m, int half) { row[m][half] = softmax.raise_max<true>(m, half, row[m][half], p.exp2_scale); });
+  } else {
+    for_each_row(
+        [&](int m, int half) { row[m][half] = softmax.raise_max<false>(m, half, row[m][half], p.exp2_scale); });
+  }
+  for_each_row([&](int m, int half) { softmax.row_sum[m][half] *= row[m][half]; });
   rescale<true>(rO, row);
-  return __any_sync(0xFFFFFFFFu, far);
+  care = needed;
 }
 
-// The weights of one tile in rP, relative to the running maxima; `far` says whether one is far from 0. A warp that has
-// its rows to itself has nothing to do to the maxima while none of its lanes finds a larger score. Pairs of warps swap
-// theirs, and their weights at the barrier that also publishes the values.
-__device__ __forceinline__ void weigh_tile(Softmax& softmax, bool& far, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
+// The weights of one tile in rP, relative to the running maxima; `care` says whether one of them needs it. A warp that
+// has its rows to itself has nothing to do to the maxima while none of its lanes finds a larger score. Pairs of warps
+// swap theirs, and their weights at the barrier that also publishes the values.
+__device__ __forceinline__ void weigh_tile(Softmax& softmax, bool& care, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
                                            unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4],
                                            const KeyValueRing& ring, const ForwardParams& p, unsigned shared,
                                            int row_begin, int tile, bool masked) {
@@ -284,9 +291,15 @@ __device__ __forceinline__ void weigh_tile(Softmax& softmax, bool& far, float (&
     row[m][half] = lane_row_max(rS, m, half, softmax.row_max[m][half]);
     raised |= row[m][half] > softmax.row_max[m][half];
   });
-  if (Shape::warps_n == 2 || __any_sync(0xFFFFFFFFu, raised)) far = raise_maxima(softmax, rO, row, p, sRow);
-  if (far) for_each_row([&](int m, int half) { softmax.subtract_far_reference(rS, m, half, p.exp2_scale); });
-  for_each_row([&](int m, int half) { softmax.exponentiate(rS, m, half, p.exp2_scale); });
+  if (Shape::warps_n == 2 || __any_sync(0xFFFFFFFFu, raised)) raise_maxima(softmax, rO, row, p, sRow, care);
+  for_each_row([&](int m, int half) { row[m][half] = Reference::shift_of(softmax.row_max[m][half], p.exp2_scale); });
+  if (care) {
+    for_each_row([&](int m, int half) {
+      row[m][half] = Reference::of(softmax.row_max[m][half], p.exp2_scale).shift;
+      softmax.subtract_far_maximum(rS, m, half, p.exp2_scale);
+    });
+  }
+  for_each_row([&](int m, int half) { softmax.exponentiate(rS, m, half, p.exp2_scale, row[m][half], 1.0f); });
   pack_weights(rP, rS);
   if constexpr (Shape::warps_n == 2) {
     const WarpCoordinate w;
@@ -359,13 +372,13 @@ __device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileC
   softmax.init();
   float rO[Shape::m_tiles][Shape::d_tiles][4] = {};
 
-  bool first = true, far = false;
+  bool first = true, care = true;
 #pragma unroll 1
   for (int tile = tiles.last - 1; tile >= tiles.first; --tile, first = false) {
     const bool masked = needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, row_begin, tile);
     ring.acquire(tile, first);
     unsigned rP[Shape::n_tiles / 2][Shape::m_tiles][4];
-    weigh_tile(softmax, far, rO, rP, ring, p, shared, row_begin, tile, masked);
+    weigh_tile(softmax, care, rO, rP, ring, p, shared, row_begin, tile, masked);
     ring.fetch_ahead(tile, tiles);
     if constexpr (Shape::warps_n == 1) ring.take_turns();
     ring.replace_keys(tile, tiles);

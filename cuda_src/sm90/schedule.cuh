@@ -16,8 +16,10 @@ struct WorkList {
   unsigned* tickets;  // two zeros: tiles given out, and blocks that are through; null to share out by turns
   int tiles, section;
 
+  // With query_tile = -1 past the end.
   template <bool LongestFirst>
   __device__ __forceinline__ TileCoordinate coordinate(const ForwardParams& p, int index) const {
+    if (index >= tiles) return {-1, 0, 0};
     const int section_tiles = section * p.query_tiles;
     const int first = index / section_tiles * section;
     const int size = min(section, tiles / p.query_tiles - first);
@@ -40,30 +42,48 @@ struct WorkList {
   }
 };
 
-// One word after another from one thread to many warps: a ring of two words with its barriers.
-struct WordRing {
+// Words of one thread for many warps, `Words` at a time: a ring of two messages with its barriers.
+template <int Words>
+struct MessageRing {
   using Barriers = RingBarriers<2>;
   using Position = Barriers::Position;
   Barriers barriers;
-  static constexpr int bytes = Barriers::bytes + 2 * 4;
+  static constexpr int bytes = Barriers::bytes + 2 * 4 * Words;
 
   __device__ __forceinline__ unsigned at() const { return barriers.at; }
-  __device__ __forceinline__ unsigned slot(int stage) const { return barriers.at + Barriers::bytes + 4 * stage; }
+  __device__ __forceinline__ unsigned slot(int stage) const {
+    return barriers.at + Barriers::bytes + 4 * Words * stage;
+  }
 
   // By one thread, which advances its position itself.
-  __device__ __forceinline__ void publish(const Position& at, int word) const {
+  __device__ __forceinline__ void publish(const Position& at, const int (&words)[Words]) const {
     barriers.wait_empty(at);
-    store_shared(slot(at.stage), static_cast<unsigned>(word));
+#pragma unroll
+    for (int i = 0; i < Words; ++i) store_shared(slot(at.stage) + 4 * i, static_cast<unsigned>(words[i]));
     mbarrier_arrive(barriers.full(at.stage));
   }
 
-  // By each of the warps, in a uniform register.
-  __device__ __forceinline__ int take(Position& at, int lane) const {
+  // By each of the warps, in uniform registers.
+  __device__ __forceinline__ void take(Position& at, int lane, int (&words)[Words]) const {
     barriers.wait_full(at);
-    const int word = in_uniform_register(static_cast<int>(load_shared(slot(at.stage))));
+#pragma unroll
+    for (int i = 0; i < Words; ++i)
+      words[i] = in_uniform_register(static_cast<int>(load_shared(slot(at.stage) + 4 * i)));
     if (lane == 0) barriers.release(at);
     at.advance();
-    return word;
+  }
+};
+
+// The query tiles of a block, from its producer: their coordinates take divisions, which are made once and ahead.
+struct TileRing : MessageRing<3> {
+  __device__ __forceinline__ void publish(const Position& at, const TileCoordinate& c) const {
+    MessageRing::publish(at, {c.query_tile, c.head, c.batch});
+  }
+
+  __device__ __forceinline__ TileCoordinate take(Position& at, int lane) const {
+    int words[3];
+    MessageRing::take(at, lane, words);
+    return {words[0], words[1], words[2]};
   }
 };
 

@@ -62,16 +62,16 @@ struct Shared {
   unsigned base;
   Shape::Ring k_ring, v_ring;
   RingBarriers<1> q_ring;
-  WordRing work_ring;     // indices of tiles, from the producer
-  WordRing verdict_ring;  // of the tiles that need a mask: whether V holds an inf or NaN, from the inspectors
+  TileRing work_ring;           // from the producer
+  MessageRing<1> verdict_ring;  // of the tiles that need a mask: whether V holds an inf or NaN, from the inspectors
 
   __device__ __forceinline__ explicit Shared(unsigned start)
       : base((start + 1023) & ~1023u),
         k_ring{base + Shape::barriers_at},
         v_ring{k_ring.at + Shape::Ring::bytes},
         q_ring{v_ring.at + Shape::Ring::bytes},
-        work_ring{q_ring.at + RingBarriers<1>::bytes},
-        verdict_ring{work_ring.at() + WordRing::bytes} {}
+        work_ring{{{q_ring.at + RingBarriers<1>::bytes}}},
+        verdict_ring{{work_ring.at() + TileRing::bytes}} {}
 
   __device__ __forceinline__ void init() const {
     constexpr int consumer_warps = 4 * Shape::warpgroups;
@@ -97,12 +97,10 @@ struct Tile {
   TileCoordinate at;
   KeyTiles keys, clear;
 
-  __device__ __forceinline__ Tile(const Sm90ForwardParams& params, int index)
-      : at(params.work.coordinate<Config::has_band>(params.p, index)) {
-    const int begin = at.query_tile * Shape::tile_m, end = min(params.p.seqlen_q, begin + Shape::tile_m);
-    keys = in_uniform_registers(KeyTiles::make<Config::has_band, Shape::tile_n>(params.p, begin, end));
-    clear =
-        in_uniform_registers(KeyTiles::without_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(params.p, begin));
+  __device__ __forceinline__ Tile(const ForwardParams& p, const TileCoordinate& c) : at(c) {
+    const int begin = at.query_tile * Shape::tile_m, end = min(p.seqlen_q, begin + Shape::tile_m);
+    keys = in_uniform_registers(KeyTiles::make<Config::has_band, Shape::tile_n>(p, begin, end));
+    clear = in_uniform_registers(KeyTiles::without_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, begin));
   }
 
   // Whether inf and NaN in V need care: one row of the tile may see them while another does not.
@@ -170,15 +168,16 @@ struct Producer {
       prefetch_tensor_map(params.k);
       prefetch_tensor_map(params.v);
     }
-    WordRing::Position work_at;
+    TileRing::Position work_at;
     int index = blockIdx.x;
+    TileCoordinate c;
 #pragma unroll 1
-    while (index < params.work.tiles) {
-      const int next = load(Tile(params, index), index);
-      if (elected) shared.work_ring.publish(work_at, next);
+    do {
+      c = params.work.coordinate<Config::has_band>(params.p, index);
+      if (elected) shared.work_ring.publish(work_at, c);
       work_at.advance();
-      index = __reduce_max_sync(0xFFFFFFFFu, next);
-    }
+      if (c.query_tile >= 0) index = __reduce_max_sync(0xFFFFFFFFu, load(Tile(params.p, c), index));
+    } while (c.query_tile >= 0);
     if (elected) params.work.leave();
   }
 };
@@ -190,7 +189,8 @@ struct Inspector {
   const Shared& shared;
   int thread, lane;
   Shape::Ring::Position v_at;
-  WordRing::Position work_at, verdict_at;
+  TileRing::Position work_at;
+  MessageRing<1>::Position verdict_at;
 
   __device__ __forceinline__ void inspect() {
     shared.v_ring.wait_full(v_at);
@@ -200,21 +200,21 @@ struct Inspector {
     for (int at = 16 * thread; at < Shape::V::bytes; at += 16 * Shape::inspectors)
       sum = add_zero_times_chunk<Shape::Element>(sV + at, sum);
     const bool found = named_barrier_or<Shape::inspectors>(inspectors_barrier, any_nonfinite<Shape::Element>(sum));
-    if (thread == 0) shared.verdict_ring.publish(verdict_at, found);
+    if (thread == 0) shared.verdict_ring.publish(verdict_at, {found});
     verdict_at.advance();
   }
 
   __device__ __forceinline__ void run() {
-    int index = blockIdx.x;
+    TileCoordinate c = shared.work_ring.take(work_at, lane);
 #pragma unroll 1
-    while (index < params.work.tiles) {
-      const Tile t(params, index);
+    while (c.query_tile >= 0) {
+      const Tile t(params.p, c);
 #pragma unroll 1
       for (int tile = t.keys.last - 1; tile >= t.keys.first; --tile) {
         if (t.needs_verdict(tile)) inspect();
         v_at.advance();
       }
-      index = shared.work_ring.take(work_at, lane);
+      c = shared.work_ring.take(work_at, lane);
     }
   }
 };
@@ -226,7 +226,7 @@ struct Consumer {
   int group, lane, row;  // row = this thread's first row in the tile
   Shape::Ring::Position k_at, v_at;
   RingPosition<1> q_at;
-  WordRing::Position verdict_at;
+  MessageRing<1>::Position verdict_at;
 
   __device__ __forceinline__ Consumer(const ForwardParams& params, const Shared& shared, int group)
       : p(params), shared(shared), group(group), lane(threadIdx.x % 32) {
@@ -276,58 +276,47 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // What a warp knows of the maxima of its rows.
+  // What a warp knows of the new maxima of its rows.
   struct Maxima {
-    float factor[1][2];        // what the rows have accumulated must be multiplied with it
-    bool raised;               // whether some factor may not be 1
-    bool far = false;          // whether some reference is far from 0
-    bool nonnegative = false;  // whether all maxima are at least +0
+    float shift[2];      // what their exponents subtract
+    float factor[1][2];  // what the rows have accumulated must be multiplied with it
+    bool raised;         // whether some factor may not be 1
   };
 
   // Scores to weights, row by row: the exponentials of the first run beside the search for the maximum of the second.
-  // Before those of the second the output of the tile before is waited for and rescaled.
-  template <bool Masked>
-  __device__ __forceinline__ void weigh(Softmax& softmax, Scores& rS, Output& rO, Weights& rP, Maxima& maxima,
-                                        int row_begin, int tile) {
+  // Those of the second run beside `meanwhile`, which is given the maxima.
+  template <bool Masked, class Meanwhile>
+  __device__ __forceinline__ void weigh(Softmax& softmax, Scores& rS, int row_begin, int tile,
+                                        Meanwhile&& meanwhile) const {
     stage_scores<Config::score>(rS, p);
     if constexpr (Masked) mask_scores<Config::has_band>(rS, p, row_begin + row, tile * Shape::tile_n + 2 * (lane % 4));
-    if (!Masked && maxima.nonnegative) {  // masked tiles are few, and a copy of this code is long
-      weigh_rows<true>(softmax, rS, rO, rP, maxima);
-    } else {
-      weigh_rows<false>(softmax, rS, rO, rP, maxima);
-      const float (&row_max)[2] = softmax.row_max[0];
-      maxima.nonnegative = __all_sync(0xFFFFFFFFu, (__float_as_int(row_max[0]) | __float_as_int(row_max[1])) >= 0);
-    }
-  }
-
-  template <bool NonNegative>
-  __device__ __forceinline__ void weigh_rows(Softmax& softmax, Scores& rS, Output& rO, Weights& rP, Maxima& maxima) {
-    maxima.factor[0][0] = maxima.factor[0][1] = 1.0f;
+    Maxima maxima;
     maxima.raised = false;
-    find_max<NonNegative>(softmax, rS, maxima, 0);
-    softmax.exponentiate(rS, 0, 0, p.exp2_scale);
-    pin_accumulators(rS);
-    find_max<NonNegative>(softmax, rS, maxima, 1);
-    wgmma_wait<0>();
-    pin_accumulators(rO);
-    if (maxima.raised) rescale<false>(rO, maxima.factor);
-    softmax.exponentiate(rS, 0, 1, p.exp2_scale);
-    pack_weights(rP, rS);
+    raise_maximum(softmax, rS, maxima, 0);
+    softmax.exponentiate(rS, 0, 0, p.exp2_scale, maxima.shift[0], maxima.factor[0][0]);
+    raise_maximum(softmax, rS, maxima, 1);
+    meanwhile(maxima);
+    softmax.exponentiate(rS, 0, 1, p.exp2_scale, maxima.shift[1], maxima.factor[0][1]);
   }
 
-  // While no lane of the warp finds a score above the maximum of its row there is nothing to do.
-  template <bool NonNegative>
-  __device__ __forceinline__ void find_max(Softmax& softmax, Scores& rS, Maxima& maxima, int half) const {
+  __device__ __forceinline__ void raise_maximum(Softmax& softmax, Scores& rS, Maxima& maxima, int half) const {
+    // The votes are on the lanes' maxima, one of which is the row's, so that they run beside the shuffles.
     const float old = softmax.row_max[0][half];
-    const float lane_max =
-        NonNegative ? lane_row_max_from_zero(rS, 0, half, old) : lane_row_max<Config::chains>(rS, 0, half, old);
-    const bool raised = __any_sync(0xFFFFFFFFu, lane_max > old);
-    if (!raised && !maxima.far) return;
+    const float lane_max = lane_row_max<Config::chains>(rS, 0, half, old);
+    const bool care = __any_sync(0xFFFFFFFFu, softmax.needs_care(lane_max, p.exp2_scale));
+    maxima.raised |= !Config::lazy_rescale || __any_sync(0xFFFFFFFFu, lane_max > old);
     const float tile_max = combine_quad(lane_max, [](float a, float b) { return fmaxf(a, b); });
-    maxima.factor[0][half] = softmax.raise_max(0, half, tile_max, p.exp2_scale);
-    maxima.raised |= raised;
-    maxima.far = __any_sync(0xFFFFFFFFu, softmax.is_far(0, 0, p.exp2_scale) || softmax.is_far(0, 1, p.exp2_scale));
-    if (maxima.far) softmax.subtract_far_reference(rS, 0, half, p.exp2_scale);
+    float factor = softmax.raise_max<false>(0, half, tile_max, p.exp2_scale);
+    float shift = Reference::shift_of(tile_max, p.exp2_scale);
+    if (care) {
+      softmax.row_max[0][half] = old;
+      factor = softmax.raise_max<true>(0, half, tile_max, p.exp2_scale);
+      shift = Reference::of(tile_max, p.exp2_scale).shift;
+      softmax.subtract_far_maximum(rS, 0, half, p.exp2_scale);
+      softmax.remember_far_rows(p.exp2_scale);
+    }
+    maxima.shift[half] = shift;
+    maxima.factor[0][half] = factor;
   }
 
   static __device__ __forceinline__ void pack_weights(Weights& rP, const Scores& rS) {
@@ -342,7 +331,9 @@ struct Consumer {
   // warpgroup does. All consumers come here together.
   template <bool Seen>
   __device__ __forceinline__ void silence_nonfinite(Output& rO, int row_begin, int tile) {
-    if (!shared.verdict_ring.take(verdict_at, lane)) return;
+    int found[1];
+    shared.verdict_ring.take(verdict_at, lane, found);
+    if (!found[0]) return;
     shared.v_ring.wait_full(v_at);
     const unsigned sV = shared.v(v_at.stage);
     if constexpr (Seen)
@@ -360,13 +351,13 @@ struct Consumer {
   // When the scores of a tile are there: its keys are done with, and after the last one the queries.
   __device__ __forceinline__ void release_scored(bool last) {
     release(shared.k_ring, k_at);
-    if (last) release(shared.q_ring, q_at);
+    if (lane == 0 && last) shared.q_ring.release(q_at);  // one condition: a branch would stand in the way of maxima
+    q_at.round ^= last;
   }
 
   // The scores of `tile` beside the output of the tile before it.
   template <bool Masked>
-  __device__ __forceinline__ void step(Softmax& softmax, Maxima& maxima, Output& rO, Weights& rP, int row_begin,
-                                       int tile, bool last) {
+  __device__ __forceinline__ void step(Softmax& softmax, Output& rO, Weights& rP, int row_begin, int tile, bool last) {
     Scores rS;
     wait_full_in_turn(shared.k_ring, k_at);
     wait_turn();
@@ -378,8 +369,13 @@ struct Consumer {
     pin_accumulators(rS);
     release_scored(last);
     if (Config::early_wait) pin_accumulators(rO);
-    weigh<Masked>(softmax, rS, rO, rP, maxima, row_begin, tile);
+    weigh<Masked>(softmax, rS, row_begin, tile, [&](const Maxima& maxima) {
+      wgmma_wait<0>();
+      pin_accumulators(rO);
+      if (maxima.raised) rescale<false>(rO, maxima.factor);
+    });
     release(shared.v_ring, v_at);
+    pack_weights(rP, rS);
   }
 
   // Key tiles that some of the warpgroup's rows see; none when it has no rows.
@@ -435,28 +431,26 @@ struct Consumer {
     const KeyTiles own_clear =
         in_uniform_registers(KeyTiles::without_mask<Config::has_band, 64, Shape::tile_n>(p, row_begin + 64 * group));
     int tile = own.last - 1;
-    Maxima maxima;
-    first_step(softmax, maxima, rO, rP, row_begin, tile, tile == own.first);
+    first_step(softmax, rP, row_begin, tile, tile == own.first);
 #pragma unroll 1
     while (true) {
       if (t.needs_verdict(tile)) silence_nonfinite<true>(rO, row_begin, tile);
       if (tile == own.first) return;
       if (Config::has_band && !own_clear.contains(tile - 1)) {
         --tile;
-        step<true>(softmax, maxima, rO, rP, row_begin, tile, tile == own.first);
+        step<true>(softmax, rO, rP, row_begin, tile, tile == own.first);
         continue;
       }
       const int end = t.needs_verdict(tile - 1) ? tile - 1 : max(Config::has_band ? t.clear.first : 0, own.first);
 #pragma unroll 1
       do {
         --tile;
-        step<false>(softmax, maxima, rO, rP, row_begin, tile, tile == own.first);
+        step<false>(softmax, rO, rP, row_begin, tile, tile == own.first);
       } while (tile > end);
     }
   }
 
-  __device__ __forceinline__ void first_step(Softmax& softmax, Maxima& maxima, Output& rO, Weights& rP, int row_begin,
-                                             int tile, bool last) {
+  __device__ __forceinline__ void first_step(Softmax& softmax, Weights& rP, int row_begin, int tile, bool last) {
     Scores rS;
     shared.q_ring.wait_full(q_at);
     wait_full_in_turn(shared.k_ring, k_at);
@@ -466,7 +460,8 @@ struct Consumer {
     wgmma_wait<0>();
     pin_accumulators(rS);
     release_scored(last);
-    weigh<true>(softmax, rS, rO, rP, maxima, row_begin, tile);
+    weigh<true>(softmax, rS, row_begin, tile, [](const Maxima&) {});
+    pack_weights(rP, rS);
   }
 
   __device__ __forceinline__ void store(const TileCoordinate& c, Softmax& softmax, const Output& rO) const {
@@ -499,12 +494,12 @@ extern "C" __global__ void __launch_bounds__(cuflash::Shape::threads, 1)
   } else {
     take_registers<Shape::consumer_registers>();
     Consumer consumer(params.p, shared, role - 1);
-    WordRing::Position work_at;
-    int index = blockIdx.x;
+    TileRing::Position work_at;
+    TileCoordinate c = shared.work_ring.take(work_at, consumer.lane);
 #pragma unroll 1
-    while (index < params.work.tiles) {
-      consumer.compute(Tile(params, index));
-      index = shared.work_ring.take(work_at, consumer.lane);
+    while (c.query_tile >= 0) {
+      consumer.compute(Tile(params.p, c));
+      c = shared.work_ring.take(work_at, consumer.lane);
     }
   }
 }

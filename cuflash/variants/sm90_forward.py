@@ -44,6 +44,9 @@ class Sm90ForwardConfig:
         Whether the warpgroups take turns at issuing their products.
     chains : int
         Independent maxima in a thread's search for the largest score of a row.
+    lazy_rescale : bool
+        Whether O is only rescaled when a row of the warp has a new maximum. Looking costs more than it saves while O
+        is narrow.
     early_wait : bool
         Whether the product with V is waited for before the scores are staged, which frees the registers of P for that.
     out_vector_bytes : int
@@ -67,6 +70,7 @@ class Sm90ForwardConfig:
     stages: int
     take_turns: bool
     chains: int
+    lazy_rescale: bool
     early_wait: bool
     out_vector_bytes: int
     exact_dim: bool
@@ -87,7 +91,7 @@ class Sm90ForwardConfig:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: sQ, the rings of sK and sV, their barriers, and room to align."""
         tiles = self.tile_m * self.tile_d + self.stages * self.tile_n * (self.tile_d + self.tile_dv)
-        return 2 * tiles + 16 * (2 * self.stages + 1) + 2 * (16 * 2 + 8) + 1024
+        return 2 * tiles + 16 * (2 * self.stages + 1) + 16 * 2 + 2 * 12 + 16 * 2 + 2 * 4 + 1024
 
     def written_source(self) -> str:
         """The products of this Config: scores are tile_n wide, outputs tile_dv."""
@@ -163,6 +167,7 @@ class Sm90Forward(CudaVariant):
             stages=_STAGES,
             take_turns=True,
             chains=1 if warpgroups == 3 else 4,
+            lazy_rescale=tile_dv > 128,
             early_wait=problem.softcap > 0,
             out_vector_bytes=operands.out.store_bytes,
             exact_dim=problem.head_dim_v == tile_dv,
@@ -226,8 +231,10 @@ class Sm90Launch(KernelLaunch):
         super().__init__(kernel, device.index, params + work, config.threads, config.shared_bytes)
         self._work_at = len(params)
         self._blocks = min(device.multiprocessors, work_tiles)
-        # Tiles that take equally long are shared out by turns.
-        self._tickets = tickets(device.index) if problem.has_band and work_tiles > self._blocks else None
+        # Tiles that take equally long are shared out by turns. By turns a block may get the short last tile of a head
+        # every time, or never.
+        unequal = problem.has_band or problem.seqlen_q % config.tile_m
+        self._tickets = tickets(device.index) if unequal and work_tiles > self._blocks else None
         p, m, n = problem, config.tile_m, config.tile_n
         self._encoders = (
             tma.Encoder(p.dtype, operands.q, (p.head_dim, p.seqlen_q, p.heads_q, p.batch), m, config.tile_d),
