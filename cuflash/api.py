@@ -231,6 +231,9 @@ def attention_backward(
     there; keys that no row sees have zero dk and dv. NaN and infinity reach the gradients of the rows and keys that see
     each other and no others. `out` and `lse` are trusted: with those of another call the results are meaningless.
 
+    On CUDA the gradients of the scores are rounded to the dtype before they meet k and q. In float16 they must stay
+    below 65504, also where dq and dk would be smaller; those that do not show as inf or NaN in dq and dk.
+
     With :math:`D_i = \sum_c dO_{ic} O_{ic}`, weights :math:`P = \exp(S - \mathrm{lse})` and :math:`dP = dO\, V^T`
     the gradient of the scores is :math:`P \circ (dP - D + d\mathrm{lse})` ([1]_, appendix B.2; [2]_, section 3.2).
     ``cuflash.reference.attention_backward_reference`` has all formulas and computes them in float64;

@@ -235,10 +235,11 @@ class Target:
             assert "grads" in options or kit.contiguous(grad)
         return tuple(kit.numpy(grad) for grad in grads)
 
-    def differentiate(self, dout, q, k, v, dlse=None, **options):
+    def differentiate(self, dout, q, k, v, dlse=None, deterministic=False, **options):
         """(grads, out, lse) of NumPy inputs, through contiguous arrays of the framework."""
         out, lse = self.attend(q, k, v, **options)
-        return self.backward(dout, q, k, v, out, lse, dlse, **options), out, lse
+        grads = self.backward(dout, q, k, v, out, lse, dlse, deterministic=deterministic, **options)
+        return grads, out, lse
 
     def backward(self, dout, q, k, v, out, lse, dlse=None, **options):
         """(dq, dk, dv) of NumPy inputs, through contiguous arrays of the framework."""

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from backends import visible
 from emulator import emulator
 from emulator.emulator import Way
+from test_backward import past_float16, wide
 from test_emulated_kernels import DTYPES, WAYS, inputs
 
 import cuflash
@@ -100,6 +102,97 @@ def test_hidden_nan_reaches_no_row_that_does_not_see_it(deterministic):
         x[0, 60, 0, 3] = 0
     want, _, _ = differentiate(*clean, Way(2, True), causal=True, deterministic=deterministic)
     np.testing.assert_array_equal(dq[0, :60].view(np.uint16), want[0, :60].view(np.uint16))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (20, 30)}], ids=str)
+def test_what_sees_no_nan_keeps_its_bits(options, deterministic):
+    """A tile that holds NaN under a mask goes another way, which rounds the rest as the usual one does."""
+    clean = case(100, 128, 64, 64, dtype="float16", hq=1, **options)[:4]
+    sees = visible(100, 128, **options)
+    for which, at in ((0, 50), (1, 50), (2, 70), (3, 70)):
+        arrays = [x.copy() for x in clean]
+        arrays[which][0, at, 0, 5] = np.nan
+        runs = []
+        for x in (clean, arrays):
+            out, lse = cuflash.attention(*x[1:], return_lse=True, **options)
+            runs.append(differentiate(*x, out, lse, Way(2, True), deterministic=deterministic, **options))
+        rows = np.arange(100) == at if which < 2 else sees[:, at]
+        keys = sees[rows].any(axis=0)
+        for want, got, touched in zip(*runs, (rows, keys, keys), strict=True):
+            np.testing.assert_array_equal(got[:, ~touched].view(np.uint16), want[:, ~touched].view(np.uint16))
+        assert np.isnan(wide(runs[1][2 if which == 0 else 0])).any()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("d", "dv", "arch"), [(64, 64, "sm_90"), (128, 59, "sm_90"), (64, 256, "sm_89")])
+def test_one_key_has_a_weight_of_1_whatever_its_score(d, dv, arch, deterministic):
+    for n, options in ((70, {"causal": "top-left"}), (70, {"window": (0, 0)}), (1, {})):
+        arrays = case(70, n, d, dv, hq=1, **options)
+        dq, dk, dv_ = differentiate(*arrays, Way(4, True), deterministic=deterministic, arch=arch, **options)
+        check_backward((dq, dk, dv_), *arrays, **options)
+        one = visible(70, n, **options).sum(axis=1) == 1
+        assert one.any() and not wide(dq)[:, one].any()
+        if one.all():
+            assert not wide(dk).any()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("d", "arch", "options"),
+    [
+        (64, "sm_90", {}),
+        (64, "sm_90", {"causal": "top-left"}),  # without a mask on the tile of rows 128 and keys 0
+        (64, "sm_90", {"window": (150, 0)}),
+        (128, "sm_90", {}),
+        (40, "sm_80", {"causal": True}),
+        (256, "sm_89", {"causal": "top-left"}),
+    ],
+    ids=str,
+)
+def test_row_whose_scores_are_all_minus_infinity(d, arch, options, deterministic):
+    dout, q, k, v = case(200, 200, d, 64, dtype="float16", hq=1, **options)[:4]
+    k = np.abs(k) + np.float16(1)
+    bad = [3, 190]
+
+    def run(row, incoming):
+        q[:, bad], dout[:, bad], dlse[..., bad] = row, incoming, incoming
+        return differentiate(dout, q, k, v, out, lse, Way(5, True), dlse, deterministic, arch, **options)
+
+    q[:, bad] = -np.inf
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    assert (lse[0, 0, bad] == -np.inf).all() and np.isfinite(np.delete(lse, bad, axis=2)).all()
+    dlse = np.random.default_rng(5).standard_normal(lse.shape).astype(np.float32)
+    want = run(1, 0)
+    for incoming in (1, np.inf, np.nan):
+        grads = run(-np.inf, incoming)
+        assert not wide(grads[0][:, bad]).any()
+        check_backward(grads, dout, q, k, v, out, lse, dlse=dlse, **options)
+        for a, b in zip(grads, want, strict=True):
+            np.testing.assert_array_equal(a.view(np.uint16), b.view(np.uint16))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_row_whose_only_key_gives_a_score_of_minus_infinity(deterministic):
+    options = {"window": (0, 0)}
+    dout, q, k, v = case(60, 60, 64, 64, hq=1, **options)[:4]
+    q[0, 0], k[0, 0] = 1, -np.inf
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    grads = differentiate(dout, q, k, v, out, lse, Way(6, True), deterministic=deterministic, **options)
+    assert lse[0, 0, 0] == -np.inf and not any(wide(x[0, 0]).any() for x in grads)
+    check_backward(grads, dout, q, k, v, out, lse, **options)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_scores_past_float16(deterministic):
+    """See test_backward.test_gradients_of_scores_past_float16."""
+    for dtype, size, fits in (("float16", 1024, True), ("float16", 4096, False), ("bfloat16", 4096, True)):
+        arrays = past_float16(DTYPES[dtype], size)
+        out, lse = cuflash.attention(*arrays[1:], return_lse=True)
+        grads = differentiate(*arrays, out, lse, Way(6, True), deterministic=deterministic)
+        assert np.isfinite(wide(grads[0])).all() == fits
+        if fits:
+            check_backward(grads, *arrays, out, lse)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

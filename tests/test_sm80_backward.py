@@ -77,6 +77,14 @@ def test_shared_memory_of_the_query_kernel_by_hand(arch, d, tile, parts):
     assert chosen.shared_bytes == sum(parts)
 
 
+@pytest.mark.parametrize(("d", "dv", "tile_dv", "exact"), [(64, 64, 64, True), (32, 250, 256, False)])
+def test_the_kernel_before_holds_tiles_of_dout_and_out(d, dv, tile_dv, exact):
+    chosen = prepare_config(problem(d=d, dv=dv), layouts())
+    assert (chosen.tile_m, chosen.tile_d, chosen.tile_dv, chosen.exact_dims) == (64, d, tile_dv, exact)
+    assert chosen.shared_bytes == 2 * (2 * 64 * tile_dv)
+    assert all(chosen.shared_bytes <= known_device(arch).shared_memory for arch in ARCHS)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("choose", [keys, queries])
 def test_every_head_dim_fits_every_device(arch, choose):

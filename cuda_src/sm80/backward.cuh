@@ -76,12 +76,7 @@ struct RowStatistics {
     cp_async<4>(at + 4 * (Shape::tile_m + row), p.delta + head_index * p.padded_rows + row_begin + row);
   }
 
-  // In base 2; +inf for a row without keys, so that all its weights are 0.
-  __device__ __forceinline__ float lse2(int row) const {
-    constexpr float log2_e = 1.44269504088896341f;
-    const float lse = load_shared_float(at + 4 * row);
-    return lse == negative_infinity() ? -lse : lse * log2_e;
-  }
+  __device__ __forceinline__ float lse(int row) const { return load_shared_float(at + 4 * row); }
 
   __device__ __forceinline__ float delta(int row) const { return load_shared_float(at + 4 * (Shape::tile_m + row)); }
 };
@@ -96,17 +91,27 @@ __device__ __forceinline__ void score_product(ScoreFragments& rS, unsigned sQuer
       FragmentAddress<Dim>::columns_first(sKeys + w.key() * row_bytes, w.lane));
 }
 
-// rS from q.k to P = exp2(staged score - lse), and rdP to dS = P * (dP - delta) * slope of the score stage.
-__device__ __forceinline__ void differentiate_softmax(ScoreFragments& rS, ScoreFragments& rdP,
+// Whether a row has no weight anywhere: it sees no keys, or all its scores are -inf. It adds nothing to any gradient.
+__device__ __forceinline__ bool weightless(float lse) {
+  return lse == negative_infinity();
+}
+
+// rS from q.k to P = exp2(staged score - lse), and rdP to dS = P * (dP - delta) * slope of the score stage. Says
+// whether this thread has a weightless row, whose P is 0 and whose dS is 0 or NaN.
+__device__ __forceinline__ bool differentiate_softmax(ScoreFragments& rS, ScoreFragments& rdP,
                                                       const RowStatistics& rows, const BackwardParams& p) {
+  constexpr float log2_e = 1.44269504088896341f;
   const WarpCoordinate w;
+  bool any_weightless = false;
 #pragma unroll
   for (int m = 0; m < Shape::m_tiles; ++m) {
     float lse2[2], delta[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = w.query_row() + 16 * m + 8 * half + w.lane / 4;
-      lse2[half] = rows.lse2(row);
+      const float lse = rows.lse(row);
+      any_weightless |= weightless(lse);
+      lse2[half] = weightless(lse) ? -lse : lse * log2_e;
       delta[half] = rows.delta(row);
     }
 #pragma unroll
@@ -121,6 +126,22 @@ __device__ __forceinline__ void differentiate_softmax(ScoreFragments& rS, ScoreF
       }
     }
   }
+  return any_weightless;
+}
+
+// P and dS of this thread's weightless rows become 0, whatever they were.
+__device__ __forceinline__ void clear_weightless(ScoreFragments& rP, ScoreFragments& rdS, const RowStatistics& rows) {
+  const WarpCoordinate w;
+#pragma unroll
+  for (int m = 0; m < Shape::m_tiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (weightless(rows.lse(w.query_row() + 16 * m + 8 * half + w.lane / 4)))
+#pragma unroll
+        for (int i = 0; i < 2 * Shape::n_tiles; ++i) {
+          rP[m][i / 2][2 * half + i % 2] = 0.0f;
+          rdS[m][i / 2][2 * half + i % 2] = 0.0f;
+        }
 }
 
 // Whether a pair of tiles holds a pair of row and key that do not see each other, or that are not there.
@@ -197,19 +218,23 @@ __device__ __forceinline__ void store_scores(const ScoreAddress& address, int of
 }
 
 // rdQ += dS K.
-__device__ __forceinline__ void accumulate_query_gradient(QueryGradient& rdQ, unsigned sdS, unsigned sK) {
+template <class OnK = Unchanged>
+__device__ __forceinline__ void accumulate_query_gradient(QueryGradient& rdQ, unsigned sdS, unsigned sK,
+                                                          OnK on_k = {}) {
   const WarpCoordinate w;
   const auto scores =
       FragmentAddress<Shape::tile_n>::rows_first(sdS + w.query_row() * TileLayout<Shape::tile_n>::row_bytes, w.lane);
   const auto keys = FragmentAddress<Shape::tile_d>::rows_first(sK, w.lane).template part<Shape::warps_n>(w.n);
-  product_nn<Shape::Element, Config::key_blocks, Shape::warps_n>(rdQ, scores, keys);
+  product_nn<Shape::Element, Config::key_blocks, Shape::warps_n>(rdQ, scores, keys, on_k);
 }
 
 // Inf and NaN under a mask: P and dS are 0 for a hidden pair, but 0 * NaN is NaN inside the matrix products. A pair of
-// tiles that needs a mask and holds one takes this instead: acc (row, column) += sum of a(k, row) * b(k, column) over
-// those k in [0, Count) that visible(k, m, half) names. a gives one number, b a packed pair of neighbouring columns.
+// tiles that needs a mask and holds one multiplies with FiniteOrZero, so that what sees none keeps its bits, and adds
+// the rest here: acc (row, column) += sum of a(k, row) * b(k, column) over the inf and NaN of b at those k in [0,
+// Count) that visible(k, m, half) names. a gives one number, b a packed pair of neighbouring columns.
 template <int Count, int MTiles, int NTiles, class Visible, class A, class B>
-__device__ __forceinline__ void product_of_visible(float (&acc)[MTiles][NTiles][4], Visible&& visible, A&& a, B&& b) {
+__device__ __forceinline__ void add_visible_nonfinite(float (&acc)[MTiles][NTiles][4], Visible&& visible, A&& a,
+                                                      B&& b) {
 #pragma unroll 1
   for (int k = 0; k < Count; ++k) {
     float weight[MTiles][2];
@@ -224,8 +249,10 @@ __device__ __forceinline__ void product_of_visible(float (&acc)[MTiles][NTiles][
 #pragma unroll
     for (int n = 0; n < NTiles; ++n) {
       const unsigned pair = b(k, n);
-      const float low = unpack<Shape::Element>(static_cast<unsigned short>(pair));
-      const float high = unpack<Shape::Element>(static_cast<unsigned short>(pair >> 16));
+      if (!any_nonfinite<Shape::Element>(pair)) continue;
+      const unsigned only = pair & ~finite_or_zero<Shape::Element>(pair);  // the finite half, if any, becomes 0
+      const float low = unpack<Shape::Element>(static_cast<unsigned short>(only));
+      const float high = unpack<Shape::Element>(static_cast<unsigned short>(only >> 16));
 #pragma unroll
       for (int m = 0; m < MTiles; ++m)
 #pragma unroll
@@ -244,13 +271,14 @@ __device__ __forceinline__ float load_score(unsigned sScores, int row, int key) 
   return unpack<Shape::Element>(static_cast<unsigned short>(key & 1 ? pair >> 16 : pair));
 }
 
-// rdQ += dS K over the visible pairs alone.
+// rdQ += dS K without what an inf or NaN in K does to hidden pairs.
 __device__ __forceinline__ void accumulate_visible_query_gradient(QueryGradient& rdQ, unsigned sdS, unsigned sK,
                                                                   const BackwardParams& p, int row_begin,
                                                                   int first_key) {
   const WarpCoordinate w;
   const auto row = [&](int m, int half) { return w.query_row() + 16 * m + 8 * half + w.lane / 4; };
-  product_of_visible<Shape::tile_n>(
+  accumulate_query_gradient(rdQ, sdS, sK, FiniteOrZero<Shape::Element>());
+  add_visible_nonfinite<Shape::tile_n>(
       rdQ,
       [&](int k, int m, int half) {
         return VisibleKeys::of_row<Config::has_band>(p, row_begin + row(m, half)).contains(first_key + k);

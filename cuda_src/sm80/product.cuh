@@ -8,6 +8,19 @@
 
 namespace cuflash {
 
+// What a product does to its B fragments: nothing, or 0 in the place of inf and NaN.
+struct Unchanged {
+  __device__ __forceinline__ void operator()(unsigned (&)[4]) const {}
+};
+
+template <class Element>
+struct FiniteOrZero {
+  __device__ __forceinline__ void operator()(unsigned (&r)[4]) const {
+#pragma unroll
+    for (unsigned& pair : r) pair = finite_or_zero<Element>(pair);
+  }
+};
+
 template <class Element, int MTiles, int NTiles>
 __device__ __forceinline__ void multiply_block(float (&acc)[MTiles][NTiles][4], int n, const unsigned (&a)[MTiles][4],
                                                const unsigned (&b)[4]) {
@@ -52,9 +65,10 @@ __device__ __forceinline__ void product_nt(float (&acc)[MTiles][NTiles][4], Frag
 
 // acc += A^T B over 16 * Blocks rows of both: A by columns_first, B by rows_first, in one of AParts and BParts parts of
 // their columns. `Step` blocks at a time; the loop over them stays rolled.
-template <class Element, int Blocks, int Step, int AParts, int BParts, int ADim, int BDim, int MTiles, int NTiles>
+template <class Element, int Blocks, int Step, int AParts, int BParts, int ADim, int BDim, int MTiles, int NTiles,
+          class OnB = Unchanged>
 __device__ __forceinline__ void product_tn(float (&acc)[MTiles][NTiles][4], FragmentAddress<ADim> a,
-                                           FragmentAddress<BDim> b) {
+                                           FragmentAddress<BDim> b, OnB on_b = {}) {
   static_assert(Blocks % Step == 0, "whole steps");
 #pragma unroll 1
   for (int block = 0; block < Blocks; block += Step) {
@@ -67,6 +81,7 @@ __device__ __forceinline__ void product_tn(float (&acc)[MTiles][NTiles][4], Frag
       for (int n = 0; n < NTiles; n += 2) {
         unsigned rB[4];
         ldmatrix_x4_trans(rB, b.template block<BParts>(k, n / 2));
+        on_b(rB);
         multiply_block<Element>(acc, n, rA, rB);
       }
     }
@@ -77,9 +92,9 @@ __device__ __forceinline__ void product_tn(float (&acc)[MTiles][NTiles][4], Frag
 
 // acc += A B over the ADim columns of A and rows of B: A by rows_first, B by rows_first in one of BParts parts of its
 // columns. `Step` blocks at a time, at most a span; the loop over them stays rolled.
-template <class Element, int Step, int BParts, int ADim, int BDim, int MTiles, int NTiles>
+template <class Element, int Step, int BParts, int ADim, int BDim, int MTiles, int NTiles, class OnB = Unchanged>
 __device__ __forceinline__ void product_nn(float (&acc)[MTiles][NTiles][4], const FragmentAddress<ADim>& a,
-                                           FragmentAddress<BDim> b) {
+                                           FragmentAddress<BDim> b, OnB on_b = {}) {
   static_assert(TileLayout<ADim>::span_blocks % Step == 0, "whole steps");
 #pragma unroll 1
   for (int block = 0; block < ADim / 16; block += Step) {
@@ -93,6 +108,7 @@ __device__ __forceinline__ void product_nn(float (&acc)[MTiles][NTiles][4], cons
       for (int n = 0; n < NTiles; n += 2) {
         unsigned rB[4];
         ldmatrix_x4_trans(rB, b.template block<BParts>(k, n / 2));
+        on_b(rB);
         multiply_block<Element>(acc, n, rA, rB);
       }
     }

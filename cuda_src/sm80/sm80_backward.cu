@@ -77,20 +77,22 @@ struct KeyGradient {
   float r[Shape::key_tiles][column_tiles][4] = {};
 
   // += S^T X, where S is P or dS (tile_m, tile_n) and X is dO or Q (tile_m, Dim).
-  __device__ __forceinline__ void accumulate(unsigned sScores, unsigned sX) {
+  template <class OnX = Unchanged>
+  __device__ __forceinline__ void accumulate(unsigned sScores, unsigned sX, OnX on_x = {}) {
     const WarpCoordinate w;
     const auto scores = FragmentAddress<Shape::tile_n>::columns_first(sScores, w.lane);
     const auto rows = FragmentAddress<Dim>::rows_first(sX, w.lane);
     product_tn<Shape::Element, Shape::tile_m / 16, Config::row_blocks, Shape::warps_m, Shape::warps_n>(
-        r, scores.template part<Shape::warps_m>(w.m), rows.template part<Shape::warps_n>(w.n));
+        r, scores.template part<Shape::warps_m>(w.m), rows.template part<Shape::warps_n>(w.n), on_x);
   }
 
-  // The same over the visible pairs alone.
+  // The same without what an inf or NaN in X does to hidden pairs.
   __device__ __forceinline__ void accumulate_visible(unsigned sScores, unsigned sX, const BackwardParams& p,
                                                      int row_begin, int first_key) {
     const WarpCoordinate w;
     const auto key = [&](int m, int half) { return fragment_key(w, m, half) + w.lane / 4; };
-    product_of_visible<Shape::tile_m>(
+    accumulate(sScores, sX, FiniteOrZero<Shape::Element>());
+    add_visible_nonfinite<Shape::tile_m>(
         r,
         [&](int k, int m, int half) {
           return VisibleKeys::of_row<Config::has_band>(p, row_begin + k).contains(first_key + key(m, half));
@@ -141,6 +143,21 @@ __device__ __forceinline__ void add_query_gradient(const BackwardParams& p, int 
       Sum::add(first + Sum::distance(m, Layout::part_offset<Shape::warps_n>(d)), rdQ[m][d]);
 }
 
+// Q and dO of weightless rows become 0: their P and dS are, but 0 times an inf or NaN there would be NaN in dK and dV.
+__device__ __forceinline__ void clear_weightless_queries(const QueryStep& step, const Storage& s) {
+  const WarpCoordinate w;
+  const auto clear = [&](unsigned sRow, int dim) {
+    if (8 * w.lane < dim) store_shared(sRow + 16 * w.lane, make_uint4(0, 0, 0, 0));
+  };
+  static_assert(Shape::tile_d <= 8 * 32 && Shape::tile_dv <= 8 * 32, "a chunk for each lane");
+#pragma unroll 1
+  for (int row = rematerialized_thread() / 32; row < Shape::tile_m; row += Config::warps) {
+    if (!weightless(s.rows().lse(row))) continue;
+    clear(s.q(step.stage) + 2 * Shape::tile_d * row, Shape::tile_d);
+    clear(s.dout(step.stage) + 2 * Shape::tile_dv * row, Shape::tile_dv);
+  }
+}
+
 // P and dS of one step to shared memory, published. Says whether an inf or NaN there may be hidden by a mask. `fetch`
 // starts the next copies, once the first product is on its way.
 template <class Fetch>
@@ -152,14 +169,19 @@ __device__ __forceinline__ bool score_gradients(const BackwardParams& p, const Q
   score_product<Shape::tile_dv>(rdP, s.dout(step.stage), s.v());
   const bool masked = needs_mask(p, step.row_begin(), key_tile);
   const bool nonfinite = Config::has_band && masked && !(all_finite(rS) && all_finite(rdP));
-  differentiate_softmax(rS, rdP, s.rows(), p);
+  const bool any_weightless = differentiate_softmax(rS, rdP, s.rows(), p);
+  if (any_weightless) clear_weightless(rS, rdP, s.rows());
   if (masked) clear_hidden(rS, rdP, p, step.row_begin(), key_tile * Shape::tile_n);
   const ScoreAddress address(s.p());
   store_scores(address, 0, rS);
   store_scores(address, Storage::ds_at - Storage::p_at, rdP);
-  if (Config::has_band && masked) return __syncthreads_or(nonfinite);
-  __syncthreads();
-  return false;
+  // Under a mask weightless rows are common and harmless, unless they hold what makes a product inf or NaN.
+  const bool careful = __syncthreads_or(Config::has_band && masked ? nonfinite : any_weightless);
+  if (careful) {
+    clear_weightless_queries(step, s);
+    __syncthreads();
+  }
+  return Config::has_band && masked && careful;
 }
 
 // dK and dV, staged in shared memory, to their places.

@@ -2,72 +2,51 @@
 // (FlashAttention-2, Dao 2023, section 3.2, algorithm 2, line 4). P's gradient needs delta since the weights of a row
 // sum to 1; lse moves with the scores by P, so its gradient enters as one more term.
 //
-// Grid: (padded_rows / tile_m, heads_q, batch).
+// rowsum(dO * O) is the diagonal of dO O^T, made by the matrix product that makes dP = dO V^T: both round alike, so a
+// row with one key, whose O is that V, has a dP - delta of exactly 0. The kernel waits for memory, not for products.
+//
+// Grid: (padded_rows / tile_m, heads_q, batch); each warp takes 16 rows.
 #include "core/params.cuh"
 #include "core/scheduler.cuh"
 #include "core/types.cuh"
+#include "ptx/shared.cuh"
+#include "sm80/product.cuh"
+#include "sm80/tile.cuh"
 
 namespace cuflash {
 
 constexpr int kThreads = 32 * Config::warps;
-constexpr int kRowThreads = 8;  // threads that share a row
+static_assert(Config::tile_m == 16 * Config::warps, "16 rows a warp");
 
-// Elements [0, valid) of a chunk of 8, in pieces of VectorBytes; the others are 0.
-template <int VectorBytes>
-__device__ __forceinline__ uint4 load_chunk(const char* source, int valid) {
-  if constexpr (VectorBytes == 16) {
-    if (valid >= 8) return *reinterpret_cast<const uint4*>(source);
-  }
-  unsigned words[4];
+// Rows of dO and O to the two tiles in shared memory, asynchronously; those past the end and columns past head_dim_v
+// are 0.
+__device__ __forceinline__ void fetch_rows(const BackwardParams& p, const TileCoordinate& c, unsigned sdO,
+                                           unsigned sO) {
+  constexpr int unroll = Config::vector_bytes == 16 ? 4 : 1;
+  const int64 row = c.query_tile * Config::tile_m;
+  const int rows_left = p.seqlen_q - static_cast<int>(row);
+  const char* gdO = static_cast<const char*>(p.dout) + c.batch * p.dout_batch + c.head * p.dout_head + row * p.dout_row;
+  const char* gO = static_cast<const char*>(p.out) + c.batch * p.out_batch + c.head * p.out_head + row * p.out_row;
+  const TileLoader<Config::tile_m, Config::tile_dv, kThreads, Config::vector_bytes, Config::exact_dims> loader(
+      threadIdx.x, p.head_dim_v);
+  loader.load<true, unroll>(sdO, gdO, p.dout_row, rows_left);
+  loader.load<true, unroll>(sO, gO, p.out_row, rows_left);
+  cp_async_commit();
+}
+
+// The row sums of a warp's 16 rows: f(row, sum) in the lane that has it.
+template <class F>
+__device__ __forceinline__ void for_each_row_sum(unsigned sdO, unsigned sO, F&& f) {
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16;
+  using Fragment = FragmentAddress<Config::tile_dv>;
+  const int offset = first * TileLayout<Config::tile_dv>::row_bytes;
+  float r[1][2][4];
+  product_nt<Config::element, 0>(r, Fragment::rows_first(sdO + offset, lane),
+                                 Fragment::columns_first(sO + offset, lane));
+  if (lane / 8 != lane % 4) return;  // no element of the diagonal
 #pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    if (VectorBytes >= 4 && 2 * w + 1 < valid) {
-      words[w] = *reinterpret_cast<const unsigned*>(source + 4 * w);
-    } else {
-      const unsigned short* pair = reinterpret_cast<const unsigned short*>(source) + 2 * w;
-      const unsigned low = 2 * w < valid ? pair[0] : 0, high = 2 * w + 1 < valid ? pair[1] : 0;
-      words[w] = low | high << 16;
-    }
-  }
-  return make_uint4(words[0], words[1], words[2], words[3]);
-}
-
-__device__ __forceinline__ float add_products(unsigned x, unsigned y, float sum) {
-  using Element = Config::element;
-  sum = fmaf(unpack<Element>(static_cast<unsigned short>(x)), unpack<Element>(static_cast<unsigned short>(y)), sum);
-  return fmaf(unpack<Element>(static_cast<unsigned short>(x >> 16)),
-              unpack<Element>(static_cast<unsigned short>(y >> 16)), sum);
-}
-
-// This thread's part of rowsum(dO * O): every kRowThreads-th chunk.
-__device__ __forceinline__ float partial_delta(const char* dout, const char* out, int head_dim_v, int first_chunk) {
-  float sum = 0.0f;
-#pragma unroll 4
-  for (int chunk = first_chunk; 8 * chunk < head_dim_v; chunk += kRowThreads) {
-    const int valid = head_dim_v - 8 * chunk;
-    const uint4 x = load_chunk<Config::vector_bytes>(dout + 16 * chunk, valid);
-    const uint4 y = load_chunk<Config::vector_bytes>(out + 16 * chunk, valid);
-    sum = add_products(x.x, y.x, sum);
-    sum = add_products(x.y, y.y, sum);
-    sum = add_products(x.z, y.z, sum);
-    sum = add_products(x.w, y.w, sum);
-  }
-  return sum;
-}
-
-// rowsum(dO * O) - dlse of a row; 0 for rows past the end and for rows without keys, which have no gradient.
-__device__ __forceinline__ float row_delta(const BackwardParams& p, const TileCoordinate& c, int row, int first_chunk) {
-  float sum = 0.0f;
-  if (row < p.seqlen_q) {
-    const char* dout = static_cast<const char*>(p.dout) + c.batch * p.dout_batch + c.head * p.dout_head;
-    const char* out = static_cast<const char*>(p.out) + c.batch * p.out_batch + c.head * p.out_head;
-    sum = partial_delta(dout + row * p.dout_row, out + row * p.out_row, p.head_dim_v, first_chunk);
-  }
-#pragma unroll
-  for (int distance = kRowThreads / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
-  if (p.dlse != nullptr && row < p.seqlen_q)
-    sum -= p.dlse[(static_cast<int64>(c.batch) * p.heads_q + c.head) * p.seqlen_q + row];
-  return sum;
+  for (int half = 0; half < 2; ++half)
+    f(first + 8 * half + lane / 4, lane & 4 ? r[0][half][2 * half + 1] : r[0][half][2 * half]);
 }
 
 }  // namespace cuflash
@@ -75,18 +54,22 @@ __device__ __forceinline__ float row_delta(const BackwardParams& p, const TileCo
 extern "C" __global__ void __launch_bounds__(32 * Config::warps)
     sm80_backward_prepare(const __grid_constant__ cuflash::BackwardParams p) {
   using namespace cuflash;
+  extern __shared__ __align__(128) char shared[];
+  const unsigned sdO = shared_address(shared), sO = sdO + 2 * Config::tile_m * Config::tile_dv;
   const TileCoordinate c = TileCoordinate::of_block<false>(p);
-  const int thread = threadIdx.x;
-  const int64 first_row =
-      (static_cast<int64>(c.batch) * p.heads_q + c.head) * p.padded_rows + c.query_tile * Config::tile_m;
+  const int64 head = static_cast<int64>(c.batch) * p.heads_q + c.head;
+  const int row_begin = c.query_tile * Config::tile_m;
+  fetch_rows(p, c, sdO, sO);
   if constexpr (Config::accumulate_dq) {
-    uint4* sums = reinterpret_cast<uint4*>(p.dq_sum + first_row * Config::tile_d);
+    uint4* sums = reinterpret_cast<uint4*>(p.dq_sum + (head * p.padded_rows + row_begin) * Config::tile_d);
 #pragma unroll 4
-    for (int i = thread; i < Config::tile_m * Config::tile_d / 4; i += kThreads) sums[i] = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < Config::tile_m * Config::tile_d / 4; i += kThreads) sums[i] = make_uint4(0, 0, 0, 0);
   }
-#pragma unroll 1
-  for (int row = thread / kRowThreads; row < Config::tile_m; row += kThreads / kRowThreads) {
-    const float delta = row_delta(p, c, c.query_tile * Config::tile_m + row, thread % kRowThreads);
-    if (thread % kRowThreads == 0) p.delta[first_row + row] = delta;
-  }
+  cp_async_wait<0>();
+  __syncthreads();
+  for_each_row_sum(sdO, sO, [&](int row, float sum) {
+    const bool has_dlse = p.dlse != nullptr && row_begin + row < p.seqlen_q;
+    const float dlse = has_dlse ? p.dlse[head * p.seqlen_q + row_begin + row] : 0.0f;
+    p.delta[head * p.padded_rows + row_begin + row] = sum - dlse;
+  });
 }

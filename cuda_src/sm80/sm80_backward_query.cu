@@ -70,7 +70,7 @@ __device__ __forceinline__ bool score_gradients(const BackwardParams& p, const S
   return false;
 }
 
-// dQ by way of shared memory to its place.
+// dQ by way of shared memory to its place. Weightless rows hold 0 times what their keys hold, so they are set to 0.
 __device__ __forceinline__ void write_query_gradient(const BackwardParams& p, const TileCoordinate& c, const Storage& s,
                                                      QueryGradient& rdQ) {
   const WarpCoordinate w;
@@ -78,9 +78,13 @@ __device__ __forceinline__ void write_query_gradient(const BackwardParams& p, co
 #pragma unroll
   for (int m = 0; m < Shape::m_tiles; ++m)
 #pragma unroll
-    for (int d = 0; d < Shape::d_tiles; ++d)
+    for (int half = 0; half < 2; ++half) {
+      const bool zero = weightless(s.rows().lse(w.query_row() + 16 * m + 8 * half + w.lane / 4));
 #pragma unroll
-      for (float& x : rdQ[m][d]) x *= p.gradient_scale;
+      for (int d = 0; d < Shape::d_tiles; ++d)
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) rdQ[m][d][i] = zero ? 0.0f : rdQ[m][d][i] * p.gradient_scale;
+    }
   store_fragments<Shape::tile_d>(
       s.q(), rdQ, [&](int m, int half) { return w.query_row() + 16 * m + 8 * half; },
       [&](int d) { return TileLayout<Shape::tile_d>::part_chunk<Shape::warps_n>(w.n, d); });

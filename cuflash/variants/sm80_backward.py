@@ -8,6 +8,10 @@ Runs on every GPU of compute capability 8.0 or more. A backward pass is three la
 
 The deterministic pass instead lets ``sm80_backward`` leave dq alone and ``sm80_backward_query`` compute it.
 
+P and dS are rounded to the dtype for their products with dout, q and k. In float16 a dS past 65504 becomes inf, and inf
+or NaN in dq and dk. A constant factor below 1 would move that bound, but dS would lose as many bits where it is near
+the smallest float16, and gradients are small more often than they are large.
+
 References
 ----------
 Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023, section 3.2, algorithm 2.
@@ -172,8 +176,12 @@ class Sm80BackwardPrepareConfig(_RowsConfig):
 
     Attributes
     ----------
+    tile_dv : int
+        head_dim_v rounded up to a multiple of 32.
     vector_bytes : int
         Width of loads that the strides and addresses of out and dout allow.
+    exact_dims : bool
+        Whether head_dim_v fills its tile.
     accumulate_dq : bool
         Whether there are sums of dq, to be set to 0.
     """
@@ -181,13 +189,15 @@ class Sm80BackwardPrepareConfig(_RowsConfig):
     source: ClassVar[str] = "sm80/sm80_backward_prepare.cu"
     kernel: ClassVar[str] = "sm80_backward_prepare"
 
+    tile_dv: int
     vector_bytes: int
+    exact_dims: bool
     accumulate_dq: bool
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        return 0
+        """Dynamic shared memory of a block: tiles of dout and out."""
+        return 2 * 2 * self.tile_m * self.tile_dv
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,12 +375,15 @@ def prepare_config(
     problem: Problem, operands: BackwardOperands, *, deterministic: bool = False
 ) -> Sm80BackwardPrepareConfig:
     """The Config of the kernel that runs first."""
+    tile_dv = round_up(problem.head_dim_v, 32)
     return Sm80BackwardPrepareConfig(
         element=problem.dtype,
         tile_m=_SMALL_TILE,
         warps=_SMALL_WARPS,
         tile_d=round_up(problem.head_dim, 32),
+        tile_dv=tile_dv,
         vector_bytes=min(operands.out.alignment, operands.dout.alignment),
+        exact_dims=problem.head_dim_v == tile_dv,
         accumulate_dq=not deterministic,
     )
 
