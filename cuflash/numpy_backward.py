@@ -7,8 +7,9 @@ ascending order: jobs start in that order and go over the query tiles in the sam
 predecessor is a step behind it and seldom waits. The bits are those of one thread, whatever the number of threads.
 
 Scores are made by the same products of the same shapes as in the forward pass (:mod:`cuflash.numpy_backend`), so that
-they have its bits, and so are dP and the row sums of dout * out: a row with one key gets zero gradients, not the
-difference of two roundings.
+they have its bits. The row sums of dout * out are made like dP, but some BLAS kernels sum one element of a product in
+another order than the next. So a row that sees one key takes its row sum for its dP, of which it is another spelling:
+its weight is 1 whatever its score, which gets no gradient but that of the lse, not the difference of two roundings.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ class _Call:
         head.has_dead[index] = bool(dead.any())
         loaded = self._load_queries(head, queries, scratch)
         head.is_finite[index] = all(bool(np.isfinite(x[: tile.rows]).all()) for x in loaded)
-        # The diagonal of dout @ out.T, by the product that gives dP: where out is a row of v they cancel exactly.
+        # The diagonal of dout @ out.T, by the product that gives dP: where out is a row of v they all but cancel.
         outs = load_rows(scratch.v, self._rows(head, out, tile))
         products = view_as(scratch.dscores, queries.padded, self.plan.tile_k)
         score_products(loaded[1][None], outs[None], products[None, None], scratch.spare)
@@ -268,7 +269,7 @@ class _Call:
         plan, tile = self.plan, queries.tile
         q, dout = self._load_queries(head, queries, scratch)
         hidden = plan.hidden(tile, key_tile * plan.tile_k)
-        weights, dscores = self._weights(head, queries, hidden, scratch)
+        weights, dscores = self._weights(head, queries, key_tile, hidden, scratch)
         if is_finite and head.is_finite[queries.index]:
             counts = None
         else:
@@ -286,7 +287,9 @@ class _Call:
             head.next_key_tile[queries.index] = key_tile + 1
             self.turn.notify_all()
 
-    def _weights(self, head: _Head, queries: _Queries, hidden: Array | None, scratch: _Scratch) -> tuple[Array, Array]:
+    def _weights(
+        self, head: _Head, queries: _Queries, key_tile: int, hidden: Array | None, scratch: _Scratch
+    ) -> tuple[Array, Array]:
         """P and dS of a pair of tiles, (padded, tile_k), 0 where a key is hidden or a row missing or without a key."""
         plan, tile, padded = self.plan, queries.tile, queries.padded
         here = tile.head, slice(tile.start, tile.start + tile.rows)
@@ -303,6 +306,8 @@ class _Call:
             np.multiply(weights, plan.softcap, out=weights, casting="same_kind")
         np.subtract(weights, head.lse[here], out=weights)
         np.exp(weights, out=weights)
+        if hidden is not None:  # else each row sees all keys of the tile
+            self._share_sums(head, tile, key_tile * plan.tile_k, dscores, scratch)
         np.subtract(dscores, head.delta[here], out=dscores)
         if self.inputs[6] is not None:  # by itself: dP - delta may be 0 exactly
             np.add(dscores, head.dlse[here], out=dscores)
@@ -317,6 +322,19 @@ class _Call:
         products[tile.rows :] = 0
         dproducts[tile.rows :] = 0
         return products, dproducts
+
+    def _share_sums(self, head: _Head, tile: Tile, start: int, dweights: Array, scratch: _Scratch) -> None:
+        """Let rows that see one key take ``rowsum(dout * out)`` for the dP of that key, where their out is its v.
+
+        Out is another where the caller gives a part of the keys with the out and lse of all, and where v is NaN.
+        """
+        rows, keys = self.plan.only_keys(tile, start)
+        sums = head.delta[tile.head, tile.start : tile.start + tile.rows, 0][rows]
+        differs = np.flatnonzero(dweights[rows, keys] != sums)  # seldom, so that this costs little
+        if differs.size:
+            rows, keys, sums = rows[differs], keys[differs], sums[differs]
+            is_value = np.equal(self._rows(head, self.inputs[4], tile)[rows], scratch.v[keys]).all(axis=1)
+            dweights[rows[is_value], keys[is_value]] = sums[is_value]
 
     def _slope(self, x: Array, slope: Array) -> Array:
         """The derivative of tanh, 4 e / (1 + e)^2 with e = exp(-2 |x|): 1 - tanh^2 cancels where tanh is near 1."""

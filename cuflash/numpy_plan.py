@@ -79,6 +79,10 @@ class Plan:
             hidden[:, problem.seqlen_k - start :] = True
         return hidden
 
+    def only_keys(self, tile: Tile, start: int) -> tuple[Array, Array]:
+        """Rows of the tile that see one key in all, when it is in the key tile from `start` on, and that key of it."""
+        return _only_keys(self.problem, tile.start, tile.rows, start, self.tile_k)
+
 
 @lru_cache(maxsize=16)
 def make_plan(problem: Problem, tile_q: int, tile_k: int, workers: int) -> Plan:
@@ -149,3 +153,19 @@ def _differences(tile_q: int, tile_k: int) -> Array:
     differences = np.arange(tile_k, dtype=np.int64)[None, :] - np.arange(tile_q, dtype=np.int64)[:, None]
     differences.setflags(write=False)
     return differences
+
+
+@lru_cache(maxsize=256)
+def _only_keys(problem: Problem, start: int, count: int, key_start: int, key_count: int) -> tuple[Array, Array]:
+    """See :meth:`Plan.only_keys`; read-only, the same for all heads."""
+    rows = np.arange(start, start + count)
+    first, last = np.zeros_like(rows), np.full_like(rows, problem.seqlen_k - 1)
+    if problem.diag_lower is not None:
+        np.maximum(rows + problem.diag_lower, first, out=first)
+    if problem.diag_upper is not None:
+        np.minimum(rows + problem.diag_upper, last, out=last)
+    at = np.flatnonzero((first == last) & (key_start <= first) & (first < key_start + key_count))
+    found = at, first[at] - key_start
+    for x in found:
+        x.setflags(write=False)
+    return found

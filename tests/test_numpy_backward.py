@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
-from backends import Target, assert_same_bits
+from backends import Target, assert_same_bits, visible
 from problems import problem as make_problem_of
 from threadpoolctl import ThreadpoolController
 
@@ -80,6 +80,71 @@ def test_band_edges_at_every_offset_from_a_tile_edge(options):
             np.testing.assert_allclose(got, want, atol=1e-13)
 
 
+ONE_KEY = [
+    ({"m": 70, "n": 1}, {}),
+    ({"m": 70, "n": 1}, {"softcap": 0.5}),
+    ({"m": 100, "n": 100}, {"causal": True}),
+    ({"m": 100, "n": 70}, {"causal": True, "softcap": 0.5}),
+    ({"m": 100, "n": 70}, {"causal": "top-left", "window": (3, None)}),
+    ({"m": 100, "n": 100}, {"window": (0, 0), "scale": -0.3}),
+    ({"m": 100, "n": 100}, {"window": (None, 0)}),
+    ({"m": 100, "n": 100}, {"window": (0, None)}),
+    ({"m": 100, "n": 70}, {"window": (2, 2)}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options"), ONE_KEY, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_of_rows_with_one_key_get_no_gradient(dtype, sizes, options):
+    """Whatever order BLAS sums in; only dlse reaches such a score."""
+    case = Case(dtype, hq=4, hkv=2, d=24, dv=40, **sizes, **options)
+    case.check(**SMALL)
+    inputs = case.inputs[:6]
+    sees = visible(*sizes.values(), **options)
+    one = sees.sum(axis=1) == 1
+    dq, dk, _ = case.run(inputs=(*inputs, None), **SMALL)
+    assert one.any() and not dq[:, one].any()
+    if one.all():
+        assert not dk.any()
+    if "softcap" in options:
+        return
+    k, dlse = inputs[2].astype(np.float64), case.inputs[6].swapaxes(1, 2)[..., None]
+    want = case.problem.scale * dlse[:, one] * np.repeat(k, 2, axis=2)[:, sees[one].argmax(axis=1)]
+    got = case.run(**SMALL)[0][:, one].astype(np.float64)
+    kind = ml_dtypes.finfo(dq.dtype)
+    np.testing.assert_allclose(got, want, rtol=16 * float(kind.eps), atol=float(kind.smallest_subnormal))
+
+
+def test_one_key_of_many_with_the_out_and_lse_of_all():
+    """A call that is given one key of those that out and lse are of is a part of the whole, with gradients."""
+    case = Case("float64", m=50, n=20)
+    dout, q, k, v, out, lse, dlse = case.inputs
+    whole, total = case.run()[0], 0
+    problem = make_problem(
+        q.shape, k[:, :1].shape, v[:, :1].shape, "float64", check_options(False, None, 0.0, None, "bshd")
+    )
+    for i in range(20):
+        total = total + case.run(problem, (dout, q, k[:, i : i + 1], v[:, i : i + 1], out, lse, dlse))[0]
+    np.testing.assert_allclose(total, whole, atol=1e-13)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("which", [0, 1, 2, 3], ids=["dout", "q", "k", "v"])
+def test_bad_numbers_of_rows_with_one_key(which, bad):
+    case = Case(m=70, n=70, window=(0, 0))
+    clean = case.run(**SMALL)
+    inputs = [x.copy() for x in case.inputs]
+    inputs[which][0, 40, 0, 3] = bad
+    numpy_backend.forward(*inputs[1:6], case.problem)
+    grads = case.run(inputs=inputs, **SMALL)
+    others = np.arange(70) != 40
+    same([x[:, others] for x in grads], [x[:, others] for x in clean])
+    exact = attention_backward_reference(*inputs[:4], dlse=inputs[6], **case.options)
+    for got, want in zip(grads, exact, strict=True):
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+
+
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -111,17 +176,20 @@ def test_a_hundred_repeats_under_load_have_the_same_bits():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scores_have_the_bits_of_the_forward_pass(dtype):
-    """One key takes all of the weight wherever it is, so nothing is left for its score."""
+    """One key takes all of the weight wherever it is: exactly 1, which dlse shows without dP and the row sums."""
     case = Case(dtype, m=300, n=1100, d=48)
-    dout, q, k, v, *_ = case.inputs
+    dout, q, k, v, *_, dlse = case.inputs
     k[:] = 0
-    k[0, 700, 0], q[..., 0] = 0, 1
-    k[0, 700, 0, 0] = 30000
+    q[..., 0], k[0, 700, 0, 0] = 1, 30000
     out, lse = np.empty_like(case.inputs[4]), np.empty_like(case.inputs[5])
     numpy_backend.forward(q, k, v, out, lse, case.problem)
-    dq, dk, dv = case.run(inputs=(dout, q, k, v, out, lse, None))
-    assert not dq.astype(np.float64).any() and not dk.astype(np.float64).any()
-    assert not np.delete(dv, 700, axis=1).astype(np.float64).any() and dv[0, 700].astype(np.float64).all()
+    _, dk, dv = case.run(inputs=(dout, q, k, v, out, lse, None))
+    others = np.arange(1100) != 700
+    assert not dk[:, others].any() and not dv[:, others].any() and dv[0, 700].all()
+    dq, *_ = case.run(inputs=(np.zeros_like(dout), q, k, v, out, lse, np.ones_like(dlse)))
+    want = np.zeros(dq.shape, np.float32)
+    want[..., 0] = k[0, 700, 0, 0].astype(np.float32) * np.float32(case.problem.scale)
+    assert_same_bits(dq, want.astype(dq.dtype))
 
 
 def peak_bytes(case, **how):
