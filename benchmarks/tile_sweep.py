@@ -91,18 +91,27 @@ def combinations(change: str) -> list[dict[str, str]]:
     return [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*(v.split("|") for v in values))]
 
 
+def case_name(fields: dict[str, str]) -> str:
+    """What the tables call a Config with some fields changed."""
+    return ",".join(f"{name}={x}" for name, x in fields.items()) or "default"
+
+
+def changed(config: Any, fields: dict[str, str]) -> Any:
+    """A Config with some fields replaced by what the command line says."""
+    return replace(config, **{name: type(getattr(config, name))(int(x)) for name, x in fields.items()})
+
+
 def build(variant: Any, dims: list[int], masks: list[str], changes: list[str]) -> dict[tuple[int, bool], list[Case]]:
     """Compile all Configs, in parallel, and keep those that are right."""
     device = device_info(0)
     wanted = []
-    changed = [{}, *(fields for change in changes for fields in combinations(change))]
+    all_fields = [{}, *(fields for change in changes for fields in combinations(change))]
     for dim in dims:
         for causal in (mask == "causal" for mask in masks):
             problem = shape(1, 4096, 1, dim, causal)
             base = variant.config(problem, contiguous_operands(problem), device)
-            for fields in changed:
-                config = replace(base, **{k: type(getattr(base, k))(int(x)) for k, x in fields.items()})
-                wanted.append((dim, causal, ",".join(f"{k}={x}" for k, x in fields.items()) or "default", config))
+            for fields in all_fields:
+                wanted.append((dim, causal, case_name(fields), changed(base, fields)))
     with ThreadPoolExecutor() as pool:
         built = list(pool.map(lambda item: jit.compile_config(item[3], variant.arch(device)), wanted))
     cases: dict[tuple[int, bool], list[Case]] = {}
@@ -175,6 +184,16 @@ def peers(variant: str, q: Any, k: Any, v: Any, causal: bool) -> dict[str, Timer
     return found | ({} if fa3 is None else {"FA3": fa3})
 
 
+def medians(timers: dict[str, Timer], rounds: int) -> dict[str, float]:
+    """Milliseconds of a call of each, timed in turns."""
+    samples: dict[str, list[float]] = {name: [] for name in timers}
+    order = list(timers)
+    for turn in range(rounds):
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+            samples[name].append(timers[name]())
+    return {name: statistics.median(ms) for name, ms in samples.items()}
+
+
 def measure(
     variant: Any, cases: list[Case], dim: int, seqlen: int, causal: bool, rounds: int
 ) -> tuple[dict[str, float], dict[str, float]]:
@@ -187,28 +206,30 @@ def measure(
     for case in cases:
         launch = launcher(variant, case, shape(batch, seqlen, heads, dim, causal))
         timers[case.name] = torch_timer(lambda launch=launch: run(launch, q, k, v, out))  # type: ignore[misc]
-    samples: dict[str, list[float]] = {name: [] for name in timers}
-    order = list(timers)
-    for turn in range(rounds):
-        for name in order[turn % len(order) :] + order[: turn % len(order)]:
-            samples[name].append(timers[name]())
     flops = 4 * batch * heads * seqlen * seqlen * dim / (2 if causal else 1)
-    speed = {name: flops / statistics.median(ms) / 1e9 for name, ms in samples.items()}
+    speed = {name: flops / ms / 1e9 for name, ms in medians(timers, rounds).items()}
     return {name: speed[name] for name in speed if name not in names}, {name: speed[name] for name in names}
+
+
+def print_rows(title: str, tails: dict[str, str], seqlens: list[int], columns: list[Any]) -> None:
+    """Rows of TFLOP/s, the peers' and then ours, the fastest at the last length first; `tails` end the rows of ours."""
+    print(title.ljust(40), *(f"{s:>6}" for s in seqlens), "  regs spills")
+    for which in (1, 0):
+        for name in sorted(columns[0][which], key=lambda name: -columns[-1][which][name]):
+            print(name.ljust(40), *(f"{column[which][name]:>6.0f}" for column in columns), tails.get(name, ""))
+
+
+def print_ratios(label: str, ratios: list[float]) -> None:
+    """One more row of a table."""
+    print(label.ljust(40), *(f"{ratio:>6.2f}" for ratio in ratios))
 
 
 def print_table(dim: int, causal: bool, cases: list[Case], seqlens: list[int], columns: list[Any]) -> None:
     """Rows of TFLOP/s, and of the ratio of the first case to the best peer."""
-    print(f"d{dim} {'causal' if causal else 'full'}".ljust(40), *(f"{s:>6}" for s in seqlens), "  regs spills")
-    reports = {case.name: case.report for case in cases}
-    for which in (1, 0):
-        for name in sorted(columns[0][which], key=lambda name: -columns[-1][which][name]):
-            report = reports.get(name)
-            tail = f"{report.registers:>6} {report.spill_store_bytes:>6}" if report else ""
-            print(name.ljust(40), *(f"{column[which][name]:>6.0f}" for column in columns), tail)
+    tails = {case.name: f"{case.report.registers:>6} {case.report.spill_store_bytes:>6}" for case in cases}
+    print_rows(f"d{dim} {'causal' if causal else 'full'}", tails, seqlens, columns)
     first = cases[0].name
-    ratios = (ours[first] / max(others.values()) for ours, others in columns)
-    print(f"{first} / best peer".ljust(40), *(f"{ratio:>6.2f}" for ratio in ratios))
+    print_ratios(f"{first} / best peer", [ours[first] / max(others.values()) for ours, others in columns])
 
 
 def main() -> None:
