@@ -252,6 +252,7 @@ _TILES = (
     _Tile(64, 128, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=2),
     _Tile(64, 128, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
     _Tile(64, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
+    _Tile(128, 64, 128, warps=8, warps_n=4, stages=2, blocks_per_sm=1, rolled_spans=1),
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=2, rolled_spans=1),
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2, rolled_spans=1),
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1),
