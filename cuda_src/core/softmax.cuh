@@ -147,20 +147,13 @@ __device__ __forceinline__ float combine_quad(float value, F&& f) {
   return f(value, __shfl_xor_sync(0xFFFFFFFFu, value, 2));
 }
 
-// The larger of `start` and the largest of this lane's scores in a row, by way of Chains independent maxima.
-template <int Chains = 1, int MTiles, int NTiles>
+// The larger of `start` and the largest of this lane's scores in a row.
+template <int MTiles, int NTiles>
 __device__ __forceinline__ float lane_row_max(const float (&rS)[MTiles][NTiles][4], int m, int half, float start) {
-  float chain[Chains];
+  float largest = start;
 #pragma unroll
-  for (float& largest : chain) largest = start;
-#pragma unroll
-  for (int i = 0; i < 2 * NTiles; ++i) {
-    float& largest = chain[i % Chains];
-    largest = fmaxf(largest, rS[m][i / 2][2 * half + i % 2]);
-  }
-#pragma unroll
-  for (int c = 1; c < Chains; ++c) chain[0] = fmaxf(chain[0], chain[c]);
-  return chain[0];
+  for (int n = 0; n < NTiles; ++n) largest = fmaxf(fmaxf(largest, rS[m][n][2 * half]), rS[m][n][2 * half + 1]);
+  return largest;
 }
 
 }  // namespace cuflash

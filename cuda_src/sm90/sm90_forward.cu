@@ -302,7 +302,7 @@ struct Consumer {
   __device__ __forceinline__ void raise_maximum(Softmax& softmax, Scores& rS, Maxima& maxima, int half) const {
     // The votes are on the lanes' maxima, one of which is the row's, so that they run beside the shuffles.
     const float old = softmax.row_max[0][half];
-    const float lane_max = lane_row_max<Config::chains>(rS, 0, half, old);
+    const float lane_max = lane_row_max(rS, 0, half, old);
     const bool care = __any_sync(0xFFFFFFFFu, softmax.needs_care(lane_max, p.exp2_scale));
     maxima.raised |= !Config::lazy_rescale || __any_sync(0xFFFFFFFFu, lane_max > old);
     const float tile_max = combine_quad(lane_max, [](float a, float b) { return fmaxf(a, b); });

@@ -42,8 +42,6 @@ class Sm90ForwardConfig:
         Tiles in each of the rings of K and V.
     take_turns : bool
         Whether the warpgroups take turns at issuing their products.
-    chains : int
-        Independent maxima in a thread's search for the largest score of a row.
     lazy_rescale : bool
         Whether O is only rescaled when a row of the warp has a new maximum. Looking costs more than it saves while O
         is narrow.
@@ -69,7 +67,6 @@ class Sm90ForwardConfig:
     tile_n: int
     stages: int
     take_turns: bool
-    chains: int
     lazy_rescale: bool
     early_wait: bool
     out_vector_bytes: int
@@ -166,8 +163,7 @@ class Sm90Forward(CudaVariant):
             tile_n=tile_n,
             stages=_STAGES,
             take_turns=True,
-            chains=1 if warpgroups == 3 else 4,
-            lazy_rescale=tile_dv > 128,
+            lazy_rescale=tile_dv > 64,
             early_wait=problem.softcap > 0,
             out_vector_bytes=operands.out.store_bytes,
             exact_dim=problem.head_dim_v == tile_dv,
