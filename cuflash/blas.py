@@ -64,22 +64,41 @@ def is_blas_matrix(x: Array, dtype: np.dtype[Any]) -> bool:
 
 @lru_cache(maxsize=256)
 def row_counts(compute: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) -> tuple[int, ...]:
-    """Row counts, ascending and ending with `tile_q`, whose products have the bits of the first rows of full ones."""
+    """Row counts, ascending, the last at least `tile_q`, whose products give a row the same bits wherever it stands.
+
+    Empty where the place of a row in a product of `tile_q` rows shows in its bits. That is so with OpenBLAS in float32 on
+    processors with AVX2 but no AVX-512: of 12 rows it sums the first 6 in another order, in some columns.
+    """
     measured = _Products(compute, head_dim, head_dim_v, tile_q, tile_k)
+    if not measured.same_anywhere(tile_q):
+        return ()
     good = [tile_q]
     for rows in (tile_q >> shift for shift in range(1, 6)):
-        if rows < 8 or not measured.same(rows):
+        if rows < 8 or not measured.same_anywhere(rows) or not measured.same_first(rows, tile_q):
             break
         good.append(rows)
     return tuple(reversed(good))
+
+
+def compute_dtype(dtype: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) -> str:
+    """In what to compute results of `dtype`, float32 or float64: in float64 where only that keeps bits from depending
+    on the place of a row.
+
+    Where that does not either, no place is like another in this BLAS, and `dtype` will do.
+    """
+    for compute in (dtype, "float64"):
+        if row_counts(compute, head_dim, head_dim_v, tile_q, tile_k):
+            return compute
+    return dtype
 
 
 @lru_cache(maxsize=256)
 def strides_keep_bits(compute: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) -> bool:
     """Whether products of K and V rows that lie apart in memory have the bits of those that are contiguous."""
     measured = _Products(compute, head_dim, head_dim_v, tile_q, tile_k)
-    measured.k, measured.v = _apart(measured.k), _apart(measured.v)
-    return all(measured.same(rows) for rows in row_counts(compute, head_dim, head_dim_v, tile_q, tile_k))
+    k, v = _apart(measured.k), _apart(measured.v)
+    counts = row_counts(compute, head_dim, head_dim_v, tile_q, tile_k)
+    return all(_equal(measured.products(0, rows, k, v), measured.products(0, rows)) for rows in counts)
 
 
 def _apart(x: Array) -> Array:
@@ -89,29 +108,45 @@ def _apart(x: Array) -> Array:
     return wide[:, 1 : 1 + x.shape[1]]
 
 
+def _equal(one: tuple[Array, Array], other: tuple[Array, Array]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 class _Products:
-    """Both products of a full tile of random data, to compare others with."""
+    """Both products of random rows with a tile of random keys and values, to compare with each other."""
 
     def __init__(self, compute: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) -> None:
-        rng, width = np.random.default_rng(0), padded_dim(head_dim_v)
+        rng, width, rows = np.random.default_rng(0), padded_dim(head_dim_v), 2 * tile_q
         self.q, self.k, self.p, self.v = (
             rng.standard_normal(shape).astype(compute)
-            for shape in ((tile_q, head_dim), (tile_k, head_dim), (tile_q, tile_k), (tile_k, width))
+            for shape in ((rows, head_dim), (tile_k, head_dim), (rows, tile_k), (tile_k, width))
         )
-        self.scores, self.values = self._compute(tile_q)
 
-    def _compute(self, rows: int) -> tuple[Array, Array]:
-        scores = np.empty((1, 1, rows, len(self.k)), self.q.dtype)
-        values = np.empty((PARTS, rows, self.v.shape[1]), self.q.dtype)
+    def products(
+        self, start: int, count: int, k: Array | None = None, v: Array | None = None
+    ) -> tuple[Array, Array]:
+        """Scores (rows, tile_k), and products with the values (rows, PARTS, width), of rows start..start+count."""
+        k, v = self.k if k is None else k, self.v if v is None else v
+        scores = np.empty((1, 1, count, len(k)), k.dtype)
+        values = np.empty((PARTS, count, v.shape[1]), v.dtype)
         with one_blas_thread():
-            score_products(self.q[None, :rows], self.k[None], scores, np.empty(scores.size, scores.dtype))
-            value_products(self.p[:rows], self.v, values)
-        return scores[0, 0], values
+            score_products(self.q[None, start : start + count], k[None], scores, np.empty(scores.size, k.dtype))
+            value_products(self.p[start : start + count], v, values)
+        return scores[0, 0], values.swapaxes(0, 1)
 
-    def same(self, rows: int) -> bool:
-        """Whether the first rows alone have the bits of the full tile."""
-        scores, values = self._compute(rows)
-        return np.array_equal(scores, self.scores[:rows]) and np.array_equal(values, self.values[:, :rows])
+    def same_anywhere(self, count: int) -> bool:
+        """Whether rows have the same bits at every place in a product of `count` rows."""
+        first = self.products(0, count)
+        for start in {1, 5, count // 2, count - 1}:  # a row `start` places further up
+            moved = self.products(start, count)
+            if not _equal((moved[0][: count - start], moved[1][: count - start]), (first[0][start:], first[1][start:])):
+                return False
+        return True
+
+    def same_first(self, few: int, many: int) -> bool:
+        """Whether the first rows of `many` have the same bits in a product of their own."""
+        scores, values = self.products(0, many)
+        return _equal(self.products(0, few), (scores[:few], values[:few]))
 
 
 class _BlasGuard:

@@ -4,7 +4,8 @@ Bits of one (batch, head, query) row must not depend on anything but that row an
 in another order when the shape of a product changes. So every product has a fixed shape: query tiles start at multiples
 of ``tile_q``, key tiles at multiples of ``tile_k``, the last of each is padded, and BLAS runs with one thread. The only
 shape that varies is the row count of short query tiles, and only when :func:`cuflash.blas.row_counts` has seen that
-this BLAS gives the same bits. That sets a floor for decoding: OpenBLAS gives fewer than 5 rows other bits than many, so
+this BLAS gives the same bits. Where a BLAS gives a row other bits at another place of a product, float32 is computed in
+float64 (:func:`cuflash.blas.compute_dtype`). That sets a floor for decoding: OpenBLAS gives fewer than 5 rows other bits than many, so
 one query costs the products of 8 rows (0.9 ms for 8192 keys of 64 on a core of a 2-core VM), where a two-pass that
 promises nothing takes two matrix-vector products. Keys are not split over threads, (batch, key/value head)s are.
 """
@@ -55,7 +56,7 @@ def forward(
     tile_q: int = TILE_Q,
     tile_k: int = TILE_K,
 ) -> None:
-    """Compute attention into `out` (and `lse`), accumulating in float32, or in float64 for float64 problems.
+    """Compute attention into `out` (and `lse`), accumulating in float32 or more, and in float64 for float64 problems.
 
     Parameters
     ----------

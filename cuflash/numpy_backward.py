@@ -52,7 +52,7 @@ def backward(
     tile_q: int = TILE_Q,
     tile_k: int = TILE_K,
 ) -> None:
-    """Compute the gradients into `dq`, `dk` and `dv`, accumulating in float32, or in float64 for float64 problems.
+    """Compute the gradients into `dq`, `dk` and `dv`, accumulating in float32 or more, and in float64 for float64 problems.
 
     Parameters
     ----------
@@ -304,6 +304,8 @@ class _Call:
             slope = self._slope(weights, view_as(scratch.slope, *shape)[: tile.rows])
             np.tanh(weights, out=weights)
             np.multiply(weights, plan.softcap, out=weights, casting="same_kind")
+        if plan.compute != plan.problem.lse_dtype:  # as lse is rounded: a weight of 1 is the difference of equals
+            np.copyto(weights, weights.astype(plan.problem.lse_dtype))
         np.subtract(weights, head.lse[here], out=weights)
         np.exp(weights, out=weights)
         if hidden is not None:  # else each row sees all keys of the tile

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.blas import padded_dim, row_counts
+from cuflash.blas import compute_dtype, padded_dim, row_counts
 from cuflash.problem import Problem
 
 Array = np.ndarray[Any, Any]
@@ -87,15 +87,15 @@ class Plan:
 @lru_cache(maxsize=16)
 def make_plan(problem: Problem, tile_q: int, tile_k: int, workers: int) -> Plan:
     """The plan of a problem; `workers` decides how many tiles go together, never the bits."""
-    compute = np.dtype(problem.lse_dtype)
-    width = padded_dim(problem.head_dim_v)
+    width, sizes = padded_dim(problem.head_dim_v), (problem.head_dim, problem.head_dim_v, tile_q, tile_k)
+    compute = np.dtype(compute_dtype(problem.lse_dtype, *sizes))
     tiles = []
     for start in range(0, problem.seqlen_q, tile_q):
         rows = min(tile_q, problem.seqlen_q - start)
         first, stop = _key_tiles(problem, start, rows, tile_k)
         tiles += [Tile(head, start, rows, first, stop) for head in range(problem.group)]
     size = _chunk_size(tiles, problem.batch * problem.heads_kv, workers)
-    counts = row_counts(compute.name, problem.head_dim, problem.head_dim_v, tile_q, tile_k)
+    counts = row_counts(compute.name, *sizes) or (tile_q,)
     chunks = []
     for rows, same in itertools.groupby(tiles, key=lambda tile: tile.rows):
         group, padded = tuple(same), next(count for count in counts if count >= rows)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
-from cuflash import blas, numpy_backend
+from cuflash import blas, numpy_backend, numpy_plan
 from cuflash.problem import check_options, make_problem
 from cuflash.reference import attention_reference, check_forward
 from cuflash.variants.base import CPU, DeviceInfo, Operand, Operands
@@ -305,10 +305,38 @@ def test_other_rows_do_not_change_bits():
 
 def test_blas_that_differs_for_few_rows_gets_full_tiles(monkeypatch):
     calls = []
-    real = np.array_equal
-    monkeypatch.setattr(np, "array_equal", lambda a, b: calls.append(a.shape) or (a.shape[-2] > 64 and real(a, b)))
-    counts = blas.row_counts.__wrapped__("float32", 64, 64, 256, 256)
+    real = blas._Products.same_first
+    monkeypatch.setattr(
+        blas._Products, "same_first", lambda self, few, many: calls.append(few) or (few > 64 and real(self, few, many))
+    )
+    counts = blas.row_counts.__wrapped__("float64", 64, 64, 256, 256)
     assert counts[-1] == 256 and min(counts) > 64 and calls
+
+
+def test_blas_where_the_place_of_a_row_shows(monkeypatch):
+    """OpenBLAS in float32 on AVX2 is one. It computes in float64; a BLAS that is so in float64 too does what it can."""
+    uneven = {"float32"}
+    monkeypatch.setattr(blas._Products, "same_anywhere", lambda self, count: str(self.q.dtype) not in uneven)
+    monkeypatch.setattr(blas, "row_counts", blas.row_counts.__wrapped__)
+    sizes = (64, 64, 256, 256)
+    assert blas.row_counts("float32", *sizes) == ()
+    assert blas.compute_dtype("float32", *sizes) == blas.compute_dtype("float64", *sizes) == "float64"
+    uneven.add("float64")
+    assert (blas.compute_dtype("float32", *sizes), blas.compute_dtype("float64", *sizes)) == ("float32", "float64")
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=lambda t: np.dtype(t).name)
+def test_float32_computed_in_float64(dtype, monkeypatch):
+    monkeypatch.setattr(numpy_plan, "compute_dtype", lambda *args: "float64")
+    numpy_plan.make_plan.cache_clear()
+    try:
+        q, k, v = inputs(m=300, n=400, hq=4, hkv=2, d=40, dtype=dtype)
+        for options in ({}, {"causal": True, "softcap": 3.0}):
+            out, lse = attend(q, k, v, **options)
+            check_forward(out, q, k, v, lse=lse, **options)
+            assert out.dtype == dtype and lse.dtype == np.float32
+    finally:
+        numpy_plan.make_plan.cache_clear()
 
 
 def peak_bytes(n, threads, **options):
@@ -336,8 +364,9 @@ def test_memory_at_32768_tokens(options):
     n, threads = 32768, 2
     peak, grown = peak_bytes(n, threads, **options)
     # Scratch of a worker: scores 1 MiB and tiles of about 0.3 MiB; then masks and the list of tiles.
-    bound = threads * (4 << 20) + 64 * n
-    assert peak < bound < n * n * 4 / 400
+    compute = np.dtype(blas.compute_dtype("float32", 16, 16, numpy_backend.TILE_Q, numpy_backend.TILE_K))
+    bound = threads * (compute.itemsize << 20) + 64 * n
+    assert peak < bound < n * n * compute.itemsize / 400
     assert grown < 32 << 20  # what NumPy does not report to tracemalloc: BLAS packing buffers and thread stacks
 
 
