@@ -66,8 +66,8 @@ def is_blas_matrix(x: Array, dtype: np.dtype[Any]) -> bool:
 def row_counts(compute: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) -> tuple[int, ...]:
     """Row counts, ascending, the last at least `tile_q`, whose products give a row the same bits wherever it stands.
 
-    Empty where the place of a row in a product of `tile_q` rows shows in its bits. That is so with OpenBLAS in float32 on
-    processors with AVX2 but no AVX-512: of 12 rows it sums the first 6 in another order, in some columns.
+    Empty where the place of a row in a product of `tile_q` rows shows in its bits. That is so with OpenBLAS in float32
+    on processors with AVX2 but no AVX-512: of 12 rows it sums the first 6 in another order, in some columns.
     """
     measured = _Products(compute, head_dim, head_dim_v, tile_q, tile_k)
     if not measured.same_anywhere(tile_q):
@@ -81,10 +81,9 @@ def row_counts(compute: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k
 
 
 def compute_dtype(dtype: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) -> str:
-    """In what to compute results of `dtype`, float32 or float64: in float64 where only that keeps bits from depending
-    on the place of a row.
+    """In what to compute results of `dtype`: in float64 where only that keeps bits from depending on a row's place.
 
-    Where that does not either, no place is like another in this BLAS, and `dtype` will do.
+    Where not even that does, no place is like another in this BLAS, and `dtype` will do.
     """
     for compute in (dtype, "float64"):
         if row_counts(compute, head_dim, head_dim_v, tile_q, tile_k):
@@ -122,9 +121,7 @@ class _Products:
             for shape in ((rows, head_dim), (tile_k, head_dim), (rows, tile_k), (tile_k, width))
         )
 
-    def products(
-        self, start: int, count: int, k: Array | None = None, v: Array | None = None
-    ) -> tuple[Array, Array]:
+    def products(self, start: int, count: int, k: Array | None = None, v: Array | None = None) -> tuple[Array, Array]:
         """Scores (rows, tile_k), and products with the values (rows, PARTS, width), of rows start..start+count."""
         k, v = self.k if k is None else k, self.v if v is None else v
         scores = np.empty((1, 1, count, len(k)), k.dtype)

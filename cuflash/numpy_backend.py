@@ -5,9 +5,10 @@ in another order when the shape of a product changes. So every product has a fix
 of ``tile_q``, key tiles at multiples of ``tile_k``, the last of each is padded, and BLAS runs with one thread. The only
 shape that varies is the row count of short query tiles, and only when :func:`cuflash.blas.row_counts` has seen that
 this BLAS gives the same bits. Where a BLAS gives a row other bits at another place of a product, float32 is computed in
-float64 (:func:`cuflash.blas.compute_dtype`). That sets a floor for decoding: OpenBLAS gives fewer than 5 rows other bits than many, so
-one query costs the products of 8 rows (0.9 ms for 8192 keys of 64 on a core of a 2-core VM), where a two-pass that
-promises nothing takes two matrix-vector products. Keys are not split over threads, (batch, key/value head)s are.
+float64 (:func:`cuflash.blas.compute_dtype`). That sets a floor for decoding: OpenBLAS gives fewer than 5 rows other
+bits than many, so one query costs the products of 8 rows (0.9 ms for 8192 keys of 64 on a core of a 2-core VM), where a
+two-pass that promises nothing takes two matrix-vector products. Keys are not split over threads, (batch, key/value
+head)s are.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def backward(
     tile_q: int = TILE_Q,
     tile_k: int = TILE_K,
 ) -> None:
-    """Compute the gradients into `dq`, `dk` and `dv`, accumulating in float32 or more, and in float64 for float64 problems.
+    """Compute the gradients into `dq`, `dk` and `dv`, accumulating in float32, or in float64 where `forward` does.
 
     Parameters
     ----------
