@@ -82,6 +82,26 @@ def test_tiles_of_smaller_gpus(arch, d):
     check_backward(differentiate(*arrays, Way(3, True), arch=arch), *arrays)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("tile", "sizes", "options"),
+    [
+        ((64, 64), (200, 150, 64, 64), {"causal": True}),
+        ((64, 64), (90, 200, 64, 32), {"window": (40, 30)}),
+        ((64, 128), (150, 290, 128, 128), {"causal": True}),
+        ((64, 128), (1, 1, 128, 128), {}),
+    ],
+    ids=str,
+)
+def test_overlapping_steps(tile, sizes, options, deterministic, monkeypatch):
+    """Tiles with three stages: half of the warps are ahead of the others."""
+    ahead = sm80_backward._Tile(128, *tile, warps=8, warps_n=4, stages=3, blocks_per_sm=1, rolled_spans=1)
+    monkeypatch.setattr(sm80_backward, "_TILES", (ahead,))
+    arrays = case(*sizes, **options)
+    for way in WAYS:
+        check_backward(differentiate(*arrays, way, deterministic=deterministic, **options), *arrays, **options)
+
+
 def test_gradient_through_lse():
     arrays = case(100, 90, 64, 64, causal=True)
     dlse = np.random.default_rng(5).standard_normal(arrays[-1].shape).astype(np.float32)

@@ -3,6 +3,11 @@
 //
 // One block owns tile_n keys of one key/value head and keeps their dK and dV in registers, while it walks the query
 // heads that share that head and, of each, the query tiles that see the keys. So only dQ is summed by several blocks.
+//
+// A step has two halves: P and dS of a query tile, then their products for dK, dV and dQ. With up to two stages all
+// warps make one after the other. With three, half of the warps make the first half of the next step before the second
+// half of this one and the others after it: while those of one scheduler take exponentials, its other warp multiplies,
+// and one barrier a step is enough.
 #include "core/dq_sum.cuh"
 #include "core/params.cuh"
 #include "core/scheduler.cuh"
@@ -12,12 +17,14 @@
 namespace cuflash {
 
 // Shared memory: sK (tile_n, tile_d), later dK; sV (tile_n, tile_dv), later dV; per stage sQ (tile_m, tile_d) and sdO
-// (tile_m, tile_dv); sP and sdS (tile_m, tile_n); the row statistics.
+// (tile_m, tile_dv); per buffer sP and sdS (tile_m, tile_n); the row statistics, per stage when steps overlap.
 struct Storage {
+  static constexpr bool overlapping = Config::stages == 3;
+  static constexpr int buffers = overlapping ? 2 : 1, row_stages = overlapping ? 3 : 1;
   static constexpr int v_at = Shape::k_bytes, ring_at = v_at + Shape::v_bytes;
   static constexpr int stage_bytes = Shape::q_bytes + Shape::dout_bytes;
   static constexpr int p_at = ring_at + Config::stages * stage_bytes, ds_at = p_at + Shape::score_bytes;
-  static constexpr int rows_at = ds_at + Shape::score_bytes;
+  static constexpr int rows_at = p_at + 2 * buffers * Shape::score_bytes;
 
   unsigned base;
 
@@ -25,18 +32,21 @@ struct Storage {
   __device__ __forceinline__ unsigned v() const { return base + v_at; }
   __device__ __forceinline__ unsigned q(int stage) const { return base + ring_at + stage * stage_bytes; }
   __device__ __forceinline__ unsigned dout(int stage) const { return q(stage) + Shape::q_bytes; }
-  __device__ __forceinline__ unsigned p() const { return base + p_at; }
-  __device__ __forceinline__ unsigned ds() const { return base + ds_at; }
-  __device__ __forceinline__ RowStatistics rows() const { return {base + rows_at}; }
+  __device__ __forceinline__ unsigned p(int buffer) const { return base + p_at + 2 * buffer * Shape::score_bytes; }
+  __device__ __forceinline__ unsigned ds(int buffer) const { return p(buffer) + Shape::score_bytes; }
+  __device__ __forceinline__ RowStatistics rows(int stage) const {
+    return {base + rows_at + (overlapping ? stage * RowStatistics::bytes : 0)};
+  }
 };
 
 // A block's way through the query tiles that see its keys: all tiles of one head, then those of the next.
 struct QueryStep {
-  int head, tile, stage;
+  int head, tile, stage, buffer;
 
   __device__ __forceinline__ QueryStep next(const QueryTiles& tiles) const {
     const bool last = tile + 1 >= tiles.last;
-    return {last ? head + 1 : head, last ? tiles.first : tile + 1, (stage + 1) % Config::stages};
+    return {last ? head + 1 : head, last ? tiles.first : tile + 1, stage + 1 < Config::stages ? stage + 1 : 0,
+            Storage::overlapping ? buffer ^ 1 : 0};
   }
 
   __device__ __forceinline__ int row_begin() const { return tile * Shape::tile_m; }
@@ -127,9 +137,9 @@ __device__ __forceinline__ void add_query_gradient(const BackwardParams& p, int 
                                                    const Storage& s, int first_key, bool visible_only) {
   QueryGradient rdQ = {};
   if (visible_only) {
-    accumulate_visible_query_gradient(rdQ, s.ds(), s.k(), p, step.row_begin(), first_key);
+    accumulate_visible_query_gradient(rdQ, s.ds(step.buffer), s.k(), p, step.row_begin(), first_key);
   } else {
-    accumulate_query_gradient(rdQ, s.ds(), s.k());
+    accumulate_query_gradient(rdQ, s.ds(step.buffer), s.k());
   }
   using Sum = QueryGradientSum<Shape::tile_d, Config::reduce_width>;
   const WarpCoordinate w;
@@ -152,14 +162,14 @@ __device__ __forceinline__ void clear_weightless_queries(const QueryStep& step, 
   static_assert(Shape::tile_d <= 8 * 32 && Shape::tile_dv <= 8 * 32, "a chunk for each lane");
 #pragma unroll 1
   for (int row = rematerialized_thread() / 32; row < Shape::tile_m; row += Config::warps) {
-    if (!weightless(s.rows().lse(row))) continue;
+    if (!weightless(s.rows(step.stage).lse(row))) continue;
     clear(s.q(step.stage) + 2 * Shape::tile_d * row, Shape::tile_d);
     clear(s.dout(step.stage) + 2 * Shape::tile_dv * row, Shape::tile_dv);
   }
 }
 
-// P and dS of one step to shared memory, published. Says whether an inf or NaN there may be hidden by a mask. `fetch`
-// starts the next copies, once the first product is on its way.
+// P and dS of one step to shared memory. Says whether this thread found what publish() must know of. `fetch` starts the
+// next copies, once the first product is on its way.
 template <class Fetch>
 __device__ __forceinline__ bool score_gradients(const BackwardParams& p, const QueryStep& step, const Storage& s,
                                                 int key_tile, Fetch&& fetch) {
@@ -169,19 +179,26 @@ __device__ __forceinline__ bool score_gradients(const BackwardParams& p, const Q
   score_product<Shape::tile_dv>(rdP, s.dout(step.stage), s.v());
   const bool masked = needs_mask(p, step.row_begin(), key_tile);
   const bool nonfinite = Config::has_band && masked && !(all_finite(rS) && all_finite(rdP));
-  const bool any_weightless = differentiate_softmax(rS, rdP, s.rows(), p);
-  if (any_weightless) clear_weightless(rS, rdP, s.rows());
+  const bool any_weightless = differentiate_softmax(rS, rdP, s.rows(step.stage), p);
+  if (any_weightless) clear_weightless(rS, rdP, s.rows(step.stage));
   if (masked) clear_hidden(rS, rdP, p, step.row_begin(), key_tile * Shape::tile_n);
-  const ScoreAddress address(s.p());
+  const ScoreAddress address(s.p(step.buffer));
   store_scores(address, 0, rS);
   store_scores(address, Storage::ds_at - Storage::p_at, rdP);
   // Under a mask weightless rows are common and harmless, unless they hold what makes a product inf or NaN.
-  const bool careful = __syncthreads_or(Config::has_band && masked ? nonfinite : any_weightless);
+  return Config::has_band && masked ? nonfinite : any_weightless;
+}
+
+// Waits until all warps have come here, with P and dS of a step in shared memory. Says whether an inf or NaN there may
+// be hidden by a mask.
+__device__ __forceinline__ bool publish(const BackwardParams& p, const QueryStep& step, const Storage& s, int key_tile,
+                                        bool found) {
+  const bool careful = __syncthreads_or(found);
   if (careful) {
     clear_weightless_queries(step, s);
     __syncthreads();
   }
-  return Config::has_band && masked && careful;
+  return Config::has_band && careful && needs_mask(p, step.row_begin(), key_tile);
 }
 
 // dK and dV, staged in shared memory, to their places.
@@ -197,25 +214,32 @@ __device__ __forceinline__ void write_key_gradients(const BackwardParams& p, con
       s.v(), dv, p.dv_row, 0, keys_left, p.head_dim_v, thread);
 }
 
-}  // namespace cuflash
+// A block: its keys, the steps that see them, and what it accumulates over them.
+struct Block {
+  const BackwardParams& p;
+  const Storage s;
+  const KeyTileCoordinate c;
+  int first_key, end_head;
+  QueryTiles tiles;
+  KeyGradient<Shape::tile_d> dk;
+  KeyGradient<Shape::tile_dv> dv;
 
-extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_per_sm)
-    sm80_backward(const __grid_constant__ cuflash::BackwardParams p) {
-  using namespace cuflash;
-  extern __shared__ __align__(128) char shared[];
-  const Storage s{shared_address(shared)};
-  const KeyTileCoordinate c = KeyTileCoordinate::of_block();
-  const int first_key = c.key_tile * Shape::tile_n;
-  const QueryTiles tiles =
-      QueryTiles::make<Config::has_band, Shape::tile_m>(p, first_key, min(first_key + Shape::tile_n, p.seqlen_k));
-  const int end_head = tiles.first < tiles.last ? (c.head + 1) * p.group : 0;
+  __device__ __forceinline__ Block(const BackwardParams& params, unsigned shared)
+      : p(params), s{shared}, c(KeyTileCoordinate::of_block()), first_key(c.key_tile * Shape::tile_n) {
+    tiles = QueryTiles::make<Config::has_band, Shape::tile_m>(p, first_key, min(first_key + Shape::tile_n, p.seqlen_k));
+    end_head = tiles.first < tiles.last ? (c.head + 1) * p.group : 0;
+  }
 
-  const auto fetch_rows = [&](const QueryStep& step) {
-    if (step.head < end_head) s.rows().fetch(p, c.batch, step.head, step.row_begin());
+  __device__ __forceinline__ QueryStep first() const { return {c.head * p.group, tiles.first, 0, 0}; }
+  __device__ __forceinline__ bool has(const QueryStep& step) const { return step.head < end_head; }
+
+  __device__ __forceinline__ void fetch_rows(const QueryStep& step) const {
+    if (has(step)) s.rows(step.stage).fetch(p, c.batch, step.head, step.row_begin());
     cp_async_commit();
-  };
-  const auto fetch = [&](const QueryStep& step) {
-    if (step.head < end_head) {
+  }
+
+  __device__ __forceinline__ void fetch(const QueryStep& step) const {
+    if (has(step)) {
       if (Shape::unchecked_loads && step.row_begin() + Shape::tile_m <= p.seqlen_q) {
         fetch_queries<false>(p, c.batch, step, s);
       } else {
@@ -223,43 +247,98 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
       }
     }
     cp_async_commit();
-  };
-  QueryStep step{c.head * p.group, tiles.first, 0};
-  fetch_keys(p, c, s);
-  fetch(step);
-  fetch_rows(step);
-
-  KeyGradient<Shape::tile_d> dk;
-  KeyGradient<Shape::tile_dv> dv;
-#pragma unroll 1
-  while (step.head < end_head) {
-    const QueryStep next = step.next(tiles);
-    cp_async_wait<0>();
-    __syncthreads();
-    const bool visible_only = score_gradients(p, step, s, c.key_tile, [&] {
-      if constexpr (Config::stages > 1) fetch(next);
-    });
-    fetch_rows(next);
-    if (visible_only) {
-      dv.accumulate_visible(s.p(), s.dout(step.stage), p, step.row_begin(), first_key);
-      dk.accumulate_visible(s.ds(), s.q(step.stage), p, step.row_begin(), first_key);
-    } else {
-      dv.accumulate(s.p(), s.dout(step.stage));
-      dk.accumulate(s.ds(), s.q(step.stage));
-    }
-    if constexpr (Config::stages == 1) {
-      __syncthreads();  // all have done with Q and dO
-      fetch(next);
-    }
-    if constexpr (Config::accumulate_dq) add_query_gradient(p, c.batch, step, s, first_key, visible_only);
-    step = next;
   }
 
-  cp_async_wait<0>();
-  __syncthreads();  // all have done with K and V
-  dk.scale(p.gradient_scale);
-  dk.stage(s.k());
-  dv.stage(s.v());
-  __syncthreads();
-  write_key_gradients(p, c, s);
+  __device__ __forceinline__ void add_key_gradients(const QueryStep& step, bool visible_only) {
+    if (visible_only) {
+      dv.accumulate_visible(s.p(step.buffer), s.dout(step.stage), p, step.row_begin(), first_key);
+      dk.accumulate_visible(s.ds(step.buffer), s.q(step.stage), p, step.row_begin(), first_key);
+    } else {
+      dv.accumulate(s.p(step.buffer), s.dout(step.stage));
+      dk.accumulate(s.ds(step.buffer), s.q(step.stage));
+    }
+  }
+
+  // All warps do the same at a time.
+  __device__ __forceinline__ void walk_in_step() {
+    QueryStep step = first();
+    fetch(step);
+    fetch_rows(step);
+#pragma unroll 1
+    while (has(step)) {
+      const QueryStep next = step.next(tiles);
+      cp_async_wait<0>();
+      __syncthreads();
+      const bool found = score_gradients(p, step, s, c.key_tile, [&] {
+        if constexpr (Config::stages > 1) fetch(next);
+      });
+      const bool visible_only = publish(p, step, s, c.key_tile, found);
+      fetch_rows(next);
+      add_key_gradients(step, visible_only);
+      if constexpr (Config::stages == 1) {
+        __syncthreads();  // all have done with Q and dO
+        fetch(next);
+      }
+      if constexpr (Config::accumulate_dq) add_query_gradient(p, c.batch, step, s, first_key, visible_only);
+      step = next;
+    }
+  }
+
+  // Half of the warps, one on each scheduler, are half a step ahead.
+  __device__ __forceinline__ void walk_overlapping() {
+    QueryStep step = first(), next = step.next(tiles);
+    fetch(step);
+    fetch_rows(step);
+    fetch(next);
+    fetch_rows(next);
+    cp_async_wait<2>();
+    __syncthreads();
+    bool found = has(step) && score_gradients(p, step, s, c.key_tile, [] {});
+#pragma unroll 1
+    while (has(step)) {
+      cp_async_wait<0>();
+      const bool visible_only = publish(p, step, s, c.key_tile, found);
+      const QueryStep after = next.next(tiles);
+      fetch(after);  // into the place of the step before this one
+      fetch_rows(after);
+      found = false;
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        if (half == rematerialized_thread() / 32 / (Config::warps / 2)) {
+          if (has(next)) found = score_gradients(p, next, s, c.key_tile, [] {});
+        } else {
+          add_key_gradients(step, visible_only);
+          if constexpr (Config::accumulate_dq) add_query_gradient(p, c.batch, step, s, first_key, visible_only);
+        }
+      }
+      step = next;
+      next = after;
+    }
+  }
+
+  __device__ __forceinline__ void write() {
+    cp_async_wait<0>();
+    __syncthreads();  // all have done with K and V
+    dk.scale(p.gradient_scale);
+    dk.stage(s.k());
+    dv.stage(s.v());
+    __syncthreads();
+    write_key_gradients(p, c, s);
+  }
+};
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_per_sm)
+    sm80_backward(const __grid_constant__ cuflash::BackwardParams p) {
+  using namespace cuflash;
+  extern __shared__ __align__(128) char shared[];
+  Block block(p, shared_address(shared));
+  fetch_keys(p, block.c, block.s);
+  if constexpr (Storage::overlapping) {
+    block.walk_overlapping();
+  } else {
+    block.walk_in_step();
+  }
+  block.write();
 }

@@ -253,23 +253,28 @@ __device__ __forceinline__ void combine_lanes(float (&value)[Shape::m_tiles][2],
   }
 }
 
-// Raises the maxima of rows to `row`, each lane's own, and rescales what they have accumulated. `care` says, before and
-// after, whether some row of the warp needs it.
+// Raises the maxima of rows to `row`, each lane's own, and rescales what they have accumulated; with `first` that is
+// nothing. `care` says, before and after, whether some row of the warp needs it.
 __device__ __forceinline__ void raise_maxima(Softmax& softmax, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
                                              float (&row)[Shape::m_tiles][2], const ForwardParams& p, unsigned sRow,
-                                             bool& care) {
+                                             bool first, bool& care) {
   combine_lanes(row, sRow, [](float a, float b) { return fmaxf(a, b); });
   bool needed = false;
   for_each_row([&](int m, int half) { needed |= Reference::needs_care(row[m][half], p.exp2_scale); });
   needed = __any_sync(0xFFFFFFFFu, needed);
-  if (needed || care) {  // from here on `row` is the factor
-    for_each_row([&](int m, int half) { row[m][half] = softmax.raise_max<true>(m, half, row[m][half], p.exp2_scale); });
+  if (first) {
+    for_each_row([&](int m, int half) { softmax.row_max[m][half] = row[m][half]; });
   } else {
-    for_each_row(
-        [&](int m, int half) { row[m][half] = softmax.raise_max<false>(m, half, row[m][half], p.exp2_scale); });
+    if (needed || care) {  // from here on `row` is the factor
+      for_each_row(
+          [&](int m, int half) { row[m][half] = softmax.raise_max<true>(m, half, row[m][half], p.exp2_scale); });
+    } else {
+      for_each_row(
+          [&](int m, int half) { row[m][half] = softmax.raise_max<false>(m, half, row[m][half], p.exp2_scale); });
+    }
+    for_each_row([&](int m, int half) { softmax.row_sum[m][half] *= row[m][half]; });
+    rescale<true>(rO, row);
   }
-  for_each_row([&](int m, int half) { softmax.row_sum[m][half] *= row[m][half]; });
-  rescale<true>(rO, row);
   care = needed;
 }
 
@@ -279,19 +284,19 @@ __device__ __forceinline__ void raise_maxima(Softmax& softmax, float (&rO)[Shape
 __device__ __forceinline__ void weigh_tile(Softmax& softmax, bool& care, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
                                            unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4],
                                            const KeyValueRing& ring, const ForwardParams& p, unsigned shared,
-                                           int row_begin, int tile, bool masked) {
+                                           int row_begin, int tile, bool masked, bool first) {
   const unsigned sQ = shared, sP = shared + Shape::p_at, sRow = shared + Shape::row_at;
   float rS[Shape::m_tiles][Shape::n_tiles][4];
   query_key(rS, sQ, ring.k_tile(tile));
   stage_scores<Config::score>(rS, p);
   if (masked) mask_tile(rS, p, row_begin, tile * Shape::tile_n);
   float row[Shape::m_tiles][2];
-  bool raised = Shape::warps_n == 2;
+  bool raised = Shape::warps_n == 2 || first;
   for_each_row([&](int m, int half) {
     row[m][half] = lane_row_max(rS, m, half, softmax.row_max[m][half]);
     raised |= row[m][half] > softmax.row_max[m][half];
   });
-  if (Shape::warps_n == 2 || __any_sync(0xFFFFFFFFu, raised)) raise_maxima(softmax, rO, row, p, sRow, care);
+  if (Shape::warps_n == 2 || __any_sync(0xFFFFFFFFu, raised)) raise_maxima(softmax, rO, row, p, sRow, first, care);
   for_each_row([&](int m, int half) { row[m][half] = Reference::shift_of(softmax.row_max[m][half], p.exp2_scale); });
   if (care) {
     for_each_row([&](int m, int half) {
@@ -354,8 +359,15 @@ __device__ __forceinline__ void silence_nonfinite(float (&rO)[Shape::m_tiles][Sh
   __syncthreads();
 }
 
-// One query tile from its inputs to sO, rounded, and lse. Says whether a hidden inf or NaN of V may have spoilt it, in
-// which case it must be computed again after setting the careful flag.
+// Starts the copy of a query tile to sQ.
+__device__ __forceinline__ void fetch_queries(const ForwardParams& p, const TileCoordinate& c, unsigned sQ) {
+  const int row_begin = c.query_tile * Shape::tile_m;
+  const char* gQ = static_cast<const char*>(p.q) + c.batch * p.q_batch + c.head * p.q_head + row_begin * p.q_row;
+  Shape::QLoader(rematerialized_thread(), p.head_dim).load<true>(sQ, gQ, p.q_row, p.seqlen_q - row_begin);
+}
+
+// One query tile, fetched, to sO, rounded, and lse. Says whether a hidden inf or NaN of V may have spoilt it, in which
+// case it must be fetched and computed again after setting the careful flag.
 __device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileCoordinate& c, unsigned shared) {
   const unsigned sQ = shared, sP = shared + Shape::p_at, sRow = shared + Shape::row_at;
   const int row_begin = c.query_tile * Shape::tile_m;
@@ -364,21 +376,19 @@ __device__ __forceinline__ bool compute_tile(const ForwardParams& p, const TileC
       KeyTiles::make<Config::has_band, Shape::tile_n>(p, row_begin, row_begin + min(rows_left, Shape::tile_m));
 
   KeyValueRing ring(p, shared);
-  const char* gQ = static_cast<const char*>(p.q) + c.batch * p.q_batch + c.head * p.q_head + row_begin * p.q_row;
-  Shape::QLoader(rematerialized_thread(), p.head_dim).load<true>(sQ, gQ, p.q_row, rows_left);
   ring.prefill(tiles);
 
   Softmax softmax;
   softmax.init();
   float rO[Shape::m_tiles][Shape::d_tiles][4] = {};
 
-  bool first = true, care = true;
+  bool first = true, care = false;
 #pragma unroll 1
   for (int tile = tiles.last - 1; tile >= tiles.first; --tile, first = false) {
     const bool masked = needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, row_begin, tile);
     ring.acquire(tile, first);
     unsigned rP[Shape::n_tiles / 2][Shape::m_tiles][4];
-    weigh_tile(softmax, care, rO, rP, ring, p, shared, row_begin, tile, masked);
+    weigh_tile(softmax, care, rO, rP, ring, p, shared, row_begin, tile, masked, first);
     ring.fetch_ahead(tile, tiles);
     if constexpr (Shape::warps_n == 1) ring.take_turns();
     ring.replace_keys(tile, tiles);
@@ -420,10 +430,12 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
   const TileCoordinate c = TileCoordinate::of_block<Config::has_band>(p);
   const unsigned base = shared_address(shared);
   const Parked parked{base + Shape::parked_at};
+  fetch_queries(p, c, base);
   if (threadIdx.x == 0) parked.init(p, c);
   __syncthreads();
 #pragma unroll 1
   while (compute_tile(p, c, base)) {
+    fetch_queries(p, c, base);
     if (rematerialized_thread() == 0) parked.set_careful(true);
     __syncthreads();
   }

@@ -51,7 +51,8 @@ class _TileConfig:
     warps, warps_n : int
         Warps of a block; how many of them share the rows of a product and divide its columns.
     stages : int
-        Tiles in shared memory of what the block walks along; with 1 the next is fetched when all have done with this.
+        Tiles in shared memory of what the block walks along; with 1 the next is fetched when all have done with this;
+        with 3, in sm80_backward.cu, two steps overlap.
     blocks_per_sm : int
         Blocks that registers and shared memory must leave room for on one multiprocessor.
     rolled_spans : int
@@ -127,7 +128,8 @@ class Sm80BackwardConfig(_TileConfig):
         """Dynamic shared memory of a block: sK, sV, the ring of sQ and sdO, sP, sdS and the row statistics."""
         keys = self.tile_n * (self.tile_d + self.tile_dv)
         queries = self.stages * self.tile_m * (self.tile_d + self.tile_dv)
-        return 2 * (keys + queries + 2 * self.tile_m * self.tile_n) + 8 * self.tile_m
+        buffers, row_stages = (2, 3) if self.stages == 3 else (1, 1)
+        return 2 * (keys + queries + 2 * buffers * self.tile_m * self.tile_n) + 8 * row_stages * self.tile_m
 
 
 @dataclass(frozen=True, slots=True)
