@@ -36,7 +36,7 @@ struct Shape {
   using DoutLoader = TileLoader<tile_m, tile_dv, threads, Config::vector_bytes, Config::exact_dims>;
   using KLoader = TileLoader<tile_n, tile_d, threads, Config::vector_bytes, Config::exact_dims>;
   using VLoader = TileLoader<tile_n, tile_dv, threads, Config::vector_bytes, Config::exact_dims>;
-  static_assert(m_tiles * 16 * warps_m == tile_m && key_tiles * 16 * warps_m == tile_n, "rows are blocks of 16");
+  static_assert(m_tiles * 16 * warps_m == tile_m, "rows are blocks of 16");
   static_assert(n_tiles % 2 == 0 && d_tiles % 2 == 0 && dv_tiles % 2 == 0, "columns are blocks of 16");
 };
 

@@ -75,6 +75,8 @@ __device__ __forceinline__ void fetch_queries(const BackwardParams& p, int batch
   dout.load<CheckRows, CheckRows ? Shape::load_unroll : Shape::tile_m>(s.dout(step.stage), gdO, p.dout_row, rows_left);
 }
 
+static_assert(Shape::key_tiles * 16 * Shape::warps_m == Shape::tile_n, "keys are rows of dK and dV, in blocks of 16");
+
 // First of a warp's 8 keys that are half of a 16-row fragment of dK and dV.
 __device__ __forceinline__ int fragment_key(const WarpCoordinate& w, int m, int half) {
   return 8 * TileLayout<Shape::tile_n>::part_chunk<Shape::warps_m>(w.m, 2 * m + half);

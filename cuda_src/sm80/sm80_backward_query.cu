@@ -2,6 +2,8 @@
 // the scores and their gradients once more (FlashAttention-2, Dao 2023, section 3.2, algorithm 2 with the loops
 // exchanged). Nothing is summed by two blocks, so the order of every sum is fixed.
 //
+// A warp owns rows, so that its dS goes from one product to the next in registers.
+//
 // Grid: (query tiles, heads_q, batch).
 #include "core/params.cuh"
 #include "core/scheduler.cuh"
@@ -10,8 +12,10 @@
 
 namespace cuflash {
 
+static_assert(Config::warps_n == 1, "a row belongs to one warp");
+
 // Shared memory: sQ (tile_m, tile_d), later dQ; sdO (tile_m, tile_dv); per stage sK (tile_n, tile_d) and sV (tile_n,
-// tile_dv); sdS (tile_m, tile_n); the row statistics.
+// tile_dv); sdS (tile_m, tile_n), for tiles that hold an inf or NaN; the row statistics.
 struct Storage {
   static constexpr int dout_at = Shape::q_bytes, ring_at = dout_at + Shape::dout_bytes;
   static constexpr int stage_bytes = Shape::k_bytes + Shape::v_bytes;
@@ -52,22 +56,42 @@ __device__ __forceinline__ void fetch_keys(const BackwardParams& p, const TileCo
       .load<true, Shape::load_unroll>(s.v(tile), gV, p.v_row, keys_left);
 }
 
-// dS of one key tile to shared memory, published. Says whether an inf or NaN there may be hidden by a mask.
+// dS of one key tile. Says whether a mask may hide an inf or NaN there from one of the warp's rows. `fetch` starts the
+// next copies, once the first product is on its way.
 template <class Fetch>
-__device__ __forceinline__ bool score_gradients(const BackwardParams& p, const Storage& s, int row_begin, int tile,
-                                                Fetch&& fetch) {
-  ScoreFragments rS, rdP;
+__device__ __forceinline__ bool score_gradients(ScoreFragments& rdS, const BackwardParams& p, const Storage& s,
+                                                int row_begin, int tile, Fetch&& fetch) {
+  ScoreFragments rS;
   score_product<Shape::tile_d>(rS, s.q(), s.k(tile));
   fetch();
-  score_product<Shape::tile_dv>(rdP, s.dout(), s.v(tile));
+  score_product<Shape::tile_dv>(rdS, s.dout(), s.v(tile));
   const bool masked = needs_mask(p, row_begin, tile);
-  const bool nonfinite = Config::has_band && masked && !(all_finite(rS) && all_finite(rdP));
-  differentiate_softmax(rS, rdP, s.rows(), p);
-  if (masked) clear_hidden(rS, rdP, p, row_begin, tile * Shape::tile_n);
-  store_scores(ScoreAddress(s.ds()), 0, rdP);
-  if (Config::has_band && masked) return __syncthreads_or(nonfinite);
-  __syncthreads();
-  return false;
+  const bool nonfinite = Config::has_band && masked && !(all_finite(rS) && all_finite(rdS));
+  differentiate_softmax(rS, rdS, s.rows(), p);
+  if (masked) clear_hidden(rS, rdS, p, row_begin, tile * Shape::tile_n);
+  return Config::has_band && masked && __any_sync(0xFFFFFFFFu, nonfinite);
+}
+
+// rdQ += dS K, from the registers that hold dS.
+__device__ __forceinline__ void accumulate_query_gradient(QueryGradient& rdQ, const ScoreFragments& rdS, unsigned sK) {
+  const auto keys = FragmentAddress<Shape::tile_d>::rows_first(sK, rematerialized_thread() % 32);
+#pragma unroll
+  for (int k = 0; k < Shape::n_tiles / 2; ++k) {
+    unsigned rA[Shape::m_tiles][4];
+#pragma unroll
+    for (int m = 0; m < Shape::m_tiles; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&x)[4] = rdS[m][2 * k + i / 2];
+        rA[m][i] = pack<Shape::Element>(x[2 * (i % 2)], x[2 * (i % 2) + 1]);
+      }
+#pragma unroll
+    for (int d = 0; d < Shape::d_tiles; d += 2) {
+      unsigned rB[4];
+      ldmatrix_x4_trans(rB, keys.block(k, d / 2));
+      multiply_block<Shape::Element>(rdQ, d, rA, rB);
+    }
+  }
 }
 
 // dQ by way of shared memory to its place. Weightless rows hold 0 times what their keys hold, so they are set to 0.
@@ -117,13 +141,17 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
   for (int tile = tiles.first; tile < tiles.last; ++tile) {
     cp_async_wait<0>();
     __syncthreads();
-    const bool visible_only = score_gradients(p, s, row_begin, tile, [&] {
+    ScoreFragments rdS;
+    const bool visible_only = score_gradients(rdS, p, s, row_begin, tile, [&] {
       if constexpr (Config::stages > 1) fetch(tile + 1);
     });
     if (visible_only) {
+      store_scores(ScoreAddress(s.ds()), 0, rdS);
+      __syncwarp();
       accumulate_visible_query_gradient(rdQ, s.ds(), s.k(tile), p, row_begin, tile * Shape::tile_n);
+      __syncwarp();
     } else {
-      accumulate_query_gradient(rdQ, s.ds(), s.k(tile));
+      accumulate_query_gradient(rdQ, rdS, s.k(tile));
     }
     if constexpr (Config::stages == 1) {
       __syncthreads();  // all have done with K

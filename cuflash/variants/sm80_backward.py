@@ -264,15 +264,13 @@ _TILES = (
 )
 
 _QUERY_TILES = (
-    _Tile(64, 64, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=3),
-    _Tile(64, 64, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=2),
-    _Tile(64, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
-    _Tile(128, 64, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=2, rolled_spans=1),
-    _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2, rolled_spans=1),
-    _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1),
-    _Tile(256, 64, 64, warps=8, warps_n=4, stages=2, blocks_per_sm=1, rolled_spans=1),
-    _Tile(256, 64, 64, warps=8, warps_n=4, stages=1, blocks_per_sm=1, rolled_spans=1),
-    _Tile(256, 32, 32, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
+    _Tile(64, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=2),
+    _Tile(64, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=1),
+    _Tile(128, 128, 32, warps=4, warps_n=1, stages=2, blocks_per_sm=2, rolled_spans=1, key_blocks=2),
+    _Tile(128, 128, 32, warps=4, warps_n=1, stages=1, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
+    _Tile(256, 128, 32, warps=8, warps_n=1, stages=2, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
+    _Tile(256, 64, 32, warps=4, warps_n=1, stages=2, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
+    _Tile(256, 32, 32, warps=2, warps_n=1, stages=1, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
 )
 
 
@@ -303,7 +301,7 @@ def _fields(tile: _Tile, problem: Problem, operands: BackwardOperands, outputs: 
     fields = asdict(tile)
     del fields["max_dim"], fields["row_blocks"]
     if tile_d % 64 or tile_dv % 64:
-        fields["warps_n"] = 2
+        fields["warps_n"] = min(tile.warps_n, 2)
     return {
         "element": problem.dtype,
         "tile_d": tile_d,
