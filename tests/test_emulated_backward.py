@@ -1,6 +1,6 @@
 """The backward kernels on the CPU; see test_emulated_kernels.py."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -87,16 +87,22 @@ def test_tiles_of_smaller_gpus(arch, d):
     ("tile", "sizes", "options"),
     [
         ((64, 64), (200, 150, 64, 64), {"causal": True}),
-        ((64, 64), (90, 200, 64, 32), {"window": (40, 30)}),
+        ((64, 64), (90, 200, 64, 64), {"window": (40, 30)}),
         ((64, 128), (150, 290, 128, 128), {"causal": True}),
         ((64, 128), (1, 1, 128, 128), {}),
     ],
     ids=str,
 )
 def test_overlapping_steps(tile, sizes, options, deterministic, monkeypatch):
-    """Tiles with three stages: half of the warps are ahead of the others."""
-    ahead = sm80_backward._Tile(128, *tile, warps=8, warps_n=4, stages=3, blocks_per_sm=1, rolled_spans=1)
-    monkeypatch.setattr(sm80_backward, "_TILES", (ahead,))
+    """With three stages half of the warps are ahead of the others; here blocks also begin with different rows."""
+    choose = sm80_backward.backward_config
+
+    def ahead(*args, **how):
+        tile_m, tile_n = tile
+        fields = {"tile_m": tile_m, "tile_n": tile_n, "warps": 8, "warps_n": 4, "stages": 3, "spread_rows": True}
+        return replace(choose(*args, **how), **fields)
+
+    monkeypatch.setattr(sm80_backward, "backward_config", ahead)
     arrays = case(*sizes, **options)
     for way in WAYS:
         check_backward(differentiate(*arrays, way, deterministic=deterministic, **options), *arrays, **options)

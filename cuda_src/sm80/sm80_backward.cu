@@ -39,13 +39,14 @@ struct Storage {
   }
 };
 
-// A block's way through the query tiles that see its keys: all tiles of one head, then those of the next.
+// A block's way through the query tiles that see its keys: all tiles of one head, in a circle from `start` on, then
+// those of the next.
 struct QueryStep {
   int head, tile, stage, buffer;
 
-  __device__ __forceinline__ QueryStep next(const QueryTiles& tiles) const {
-    const bool last = tile + 1 >= tiles.last;
-    return {last ? head + 1 : head, last ? tiles.first : tile + 1, stage + 1 < Config::stages ? stage + 1 : 0,
+  __device__ __forceinline__ QueryStep next(const QueryTiles& tiles, int start) const {
+    const int after = tile + 1 < tiles.last ? tile + 1 : tiles.first;
+    return {head + (after == start), after, stage + 1 < Config::stages ? stage + 1 : 0,
             Storage::overlapping ? buffer ^ 1 : 0};
   }
 
@@ -221,7 +222,7 @@ struct Block {
   const BackwardParams& p;
   const Storage s;
   const KeyTileCoordinate c;
-  int first_key, end_head;
+  int first_key, end_head, start;
   QueryTiles tiles;
   KeyGradient<Shape::tile_d> dk;
   KeyGradient<Shape::tile_dv> dv;
@@ -230,9 +231,12 @@ struct Block {
       : p(params), s{shared}, c(KeyTileCoordinate::of_block()), first_key(c.key_tile * Shape::tile_n) {
     tiles = QueryTiles::make<Config::has_band, Shape::tile_m>(p, first_key, min(first_key + Shape::tile_n, p.seqlen_k));
     end_head = tiles.first < tiles.last ? (c.head + 1) * p.group : 0;
+    // Blocks that start together with the same rows would add to the same sums of dQ, at the same time.
+    start = tiles.first + (Config::spread_rows && end_head ? c.key_tile % (tiles.last - tiles.first) : 0);
   }
 
-  __device__ __forceinline__ QueryStep first() const { return {c.head * p.group, tiles.first, 0, 0}; }
+  __device__ __forceinline__ QueryStep first() const { return {c.head * p.group, start, 0, 0}; }
+  __device__ __forceinline__ QueryStep after(const QueryStep& step) const { return step.next(tiles, start); }
   __device__ __forceinline__ bool has(const QueryStep& step) const { return step.head < end_head; }
 
   __device__ __forceinline__ void fetch_rows(const QueryStep& step) const {
@@ -268,7 +272,7 @@ struct Block {
     fetch_rows(step);
 #pragma unroll 1
     while (has(step)) {
-      const QueryStep next = step.next(tiles);
+      const QueryStep next = after(step);
       cp_async_wait<0>();
       __syncthreads();
       const bool found = score_gradients(p, step, s, c.key_tile, [&] {
@@ -288,7 +292,7 @@ struct Block {
 
   // Half of the warps, one on each scheduler, are half a step ahead.
   __device__ __forceinline__ void walk_overlapping() {
-    QueryStep step = first(), next = step.next(tiles);
+    QueryStep step = first(), next = after(step);
     fetch(step);
     fetch_rows(step);
     fetch(next);
@@ -300,9 +304,9 @@ struct Block {
     while (has(step)) {
       cp_async_wait<0>();
       const bool visible_only = publish(p, step, s, c.key_tile, found);
-      const QueryStep after = next.next(tiles);
-      fetch(after);  // into the place of the step before this one
-      fetch_rows(after);
+      const QueryStep second = after(next);
+      fetch(second);  // into the place of the step before this one
+      fetch_rows(second);
       found = false;
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
@@ -314,7 +318,7 @@ struct Block {
         }
       }
       step = next;
-      next = after;
+      next = second;
     }
   }
 

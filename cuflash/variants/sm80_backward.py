@@ -114,6 +114,8 @@ class Sm80BackwardConfig(_TileConfig):
         Whether dq is computed too, by atomic additions to its sums.
     reduce_width : int
         Numbers in one atomic addition: 4 from sm_90 on, else 1.
+    spread_rows : bool
+        Whether blocks begin with different query rows.
     """
 
     source: ClassVar[str] = "sm80/sm80_backward.cu"
@@ -122,6 +124,7 @@ class Sm80BackwardConfig(_TileConfig):
     row_blocks: int
     accumulate_dq: bool
     reduce_width: int
+    spread_rows: bool
 
     @property
     def shared_bytes(self) -> int:
@@ -345,6 +348,7 @@ def backward_config(
     own: dict[str, Any] = {
         "accumulate_dq": not deterministic,
         "reduce_width": 1 if deterministic else _reduce_width(device),
+        "spread_rows": False,
     }
     candidates = [
         Sm80BackwardConfig(
