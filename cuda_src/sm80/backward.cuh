@@ -59,6 +59,30 @@ struct WarpCoordinate {
   __device__ __forceinline__ int key() const { return n * (Shape::tile_n / Shape::warps_n); }
 };
 
+// Starts the copies of a tile's keys and values.
+__device__ __forceinline__ void fetch_key_tile(const BackwardParams& p, int batch, int kv_head, int tile, unsigned sK,
+                                               unsigned sV) {
+  const int64 key = static_cast<int64>(tile) * Shape::tile_n;
+  const int keys_left = p.seqlen_k - static_cast<int>(key);
+  const char* gK = static_cast<const char*>(p.k) + batch * p.k_batch + kv_head * p.k_head + key * p.k_row;
+  const char* gV = static_cast<const char*>(p.v) + batch * p.v_batch + kv_head * p.v_head + key * p.v_row;
+  Shape::KLoader(rematerialized_thread(), p.head_dim).load<true, Shape::load_unroll>(sK, gK, p.k_row, keys_left);
+  Shape::VLoader(rematerialized_thread(), p.head_dim_v).load<true, Shape::load_unroll>(sV, gV, p.v_row, keys_left);
+}
+
+// The same of its queries and of dO; CheckRows where it may reach past seqlen_q.
+template <bool CheckRows>
+__device__ __forceinline__ void fetch_query_tile(const BackwardParams& p, int batch, int head, int row_begin,
+                                                 unsigned sQ, unsigned sdO) {
+  constexpr int unroll = CheckRows ? Shape::load_unroll : Shape::tile_m;
+  const int64 row = row_begin;
+  const int rows_left = CheckRows ? p.seqlen_q - row_begin : 0;
+  const char* gQ = static_cast<const char*>(p.q) + batch * p.q_batch + head * p.q_head + row * p.q_row;
+  const char* gdO = static_cast<const char*>(p.dout) + batch * p.dout_batch + head * p.dout_head + row * p.dout_row;
+  Shape::QLoader(rematerialized_thread(), p.head_dim).load<CheckRows, unroll>(sQ, gQ, p.q_row, rows_left);
+  Shape::DoutLoader(rematerialized_thread(), p.head_dim_v).load<CheckRows, unroll>(sdO, gdO, p.dout_row, rows_left);
+}
+
 // Log-sum-exp and delta of the rows of a query tile: two vectors of tile_m float32 in shared memory.
 struct RowStatistics {
   static constexpr int bytes = 2 * 4 * Shape::tile_m;

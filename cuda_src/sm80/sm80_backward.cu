@@ -53,29 +53,6 @@ struct QueryStep {
   __device__ __forceinline__ int row_begin() const { return tile * Shape::tile_m; }
 };
 
-__device__ __forceinline__ void fetch_keys(const BackwardParams& p, const KeyTileCoordinate& c, const Storage& s) {
-  const int64 key = static_cast<int64>(c.key_tile) * Shape::tile_n;
-  const int keys_left = p.seqlen_k - static_cast<int>(key);
-  const char* gK = static_cast<const char*>(p.k) + c.batch * p.k_batch + c.head * p.k_head + key * p.k_row;
-  const char* gV = static_cast<const char*>(p.v) + c.batch * p.v_batch + c.head * p.v_head + key * p.v_row;
-  Shape::KLoader(rematerialized_thread(), p.head_dim).load<true, Shape::load_unroll>(s.k(), gK, p.k_row, keys_left);
-  Shape::VLoader(rematerialized_thread(), p.head_dim_v).load<true, Shape::load_unroll>(s.v(), gV, p.v_row, keys_left);
-}
-
-template <bool CheckRows>
-__device__ __forceinline__ void fetch_queries(const BackwardParams& p, int batch, const QueryStep& step,
-                                              const Storage& s) {
-  const int64 row = step.row_begin();
-  const int rows_left = CheckRows ? p.seqlen_q - step.row_begin() : 0;
-  const char* gQ = static_cast<const char*>(p.q) + batch * p.q_batch + step.head * p.q_head + row * p.q_row;
-  const char* gdO =
-      static_cast<const char*>(p.dout) + batch * p.dout_batch + step.head * p.dout_head + row * p.dout_row;
-  const Shape::QLoader q(rematerialized_thread(), p.head_dim);
-  q.load<CheckRows, CheckRows ? Shape::load_unroll : Shape::tile_m>(s.q(step.stage), gQ, p.q_row, rows_left);
-  const Shape::DoutLoader dout(rematerialized_thread(), p.head_dim_v);
-  dout.load<CheckRows, CheckRows ? Shape::load_unroll : Shape::tile_m>(s.dout(step.stage), gdO, p.dout_row, rows_left);
-}
-
 static_assert(Shape::key_tiles * 16 * Shape::warps_m == Shape::tile_n, "keys are rows of dK and dV, in blocks of 16");
 
 // First of a warp's 8 keys that are half of a 16-row fragment of dK and dV.
@@ -246,10 +223,11 @@ struct Block {
 
   __device__ __forceinline__ void fetch(const QueryStep& step) const {
     if (has(step)) {
+      const unsigned sQ = s.q(step.stage), sdO = s.dout(step.stage);
       if (Shape::unchecked_loads && step.row_begin() + Shape::tile_m <= p.seqlen_q) {
-        fetch_queries<false>(p, c.batch, step, s);
+        fetch_query_tile<false>(p, c.batch, step.head, step.row_begin(), sQ, sdO);
       } else {
-        fetch_queries<true>(p, c.batch, step, s);
+        fetch_query_tile<true>(p, c.batch, step.head, step.row_begin(), sQ, sdO);
       }
     }
     cp_async_commit();
@@ -340,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
   using namespace cuflash;
   extern __shared__ __align__(128) char shared[];
   Block block(p, shared_address(shared));
-  fetch_keys(p, block.c, block.s);
+  fetch_key_tile(p, block.c.batch, block.c.head, block.c.key_tile, block.s.k(), block.s.v());
   if constexpr (Storage::overlapping) {
     block.walk_overlapping();
   } else {

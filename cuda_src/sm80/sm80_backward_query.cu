@@ -34,28 +34,6 @@ struct Storage {
   static __device__ __forceinline__ int stage(int tile) { return static_cast<unsigned>(tile) % Config::stages; }
 };
 
-__device__ __forceinline__ void fetch_queries(const BackwardParams& p, const TileCoordinate& c, const Storage& s) {
-  const int row_begin = c.query_tile * Shape::tile_m, rows_left = p.seqlen_q - row_begin;
-  const int64 row = row_begin;
-  const char* gQ = static_cast<const char*>(p.q) + c.batch * p.q_batch + c.head * p.q_head + row * p.q_row;
-  const char* gdO = static_cast<const char*>(p.dout) + c.batch * p.dout_batch + c.head * p.dout_head + row * p.dout_row;
-  Shape::QLoader(rematerialized_thread(), p.head_dim).load<true, Shape::load_unroll>(s.q(), gQ, p.q_row, rows_left);
-  Shape::DoutLoader(rematerialized_thread(), p.head_dim_v)
-      .load<true, Shape::load_unroll>(s.dout(), gdO, p.dout_row, rows_left);
-  s.rows().fetch(p, c.batch, c.head, row_begin);
-}
-
-__device__ __forceinline__ void fetch_keys(const BackwardParams& p, const TileCoordinate& c, int tile,
-                                           const Storage& s) {
-  const int64 key = static_cast<int64>(tile) * Shape::tile_n;
-  const int keys_left = p.seqlen_k - static_cast<int>(key), kv_head = c.head / p.group;
-  const char* gK = static_cast<const char*>(p.k) + c.batch * p.k_batch + kv_head * p.k_head + key * p.k_row;
-  const char* gV = static_cast<const char*>(p.v) + c.batch * p.v_batch + kv_head * p.v_head + key * p.v_row;
-  Shape::KLoader(rematerialized_thread(), p.head_dim).load<true, Shape::load_unroll>(s.k(tile), gK, p.k_row, keys_left);
-  Shape::VLoader(rematerialized_thread(), p.head_dim_v)
-      .load<true, Shape::load_unroll>(s.v(tile), gV, p.v_row, keys_left);
-}
-
 // dS of one key tile. Says whether a mask may hide an inf or NaN there from one of the warp's rows. `fetch` starts the
 // next copies, once the first product is on its way.
 template <class Fetch>
@@ -131,10 +109,11 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, Config::blocks_
       KeyTiles::make<Config::has_band, Shape::tile_n>(p, row_begin, min(row_begin + Shape::tile_m, p.seqlen_q));
 
   const auto fetch = [&](int tile) {
-    if (tile < tiles.last) fetch_keys(p, c, tile, s);
+    if (tile < tiles.last) fetch_key_tile(p, c.batch, c.head / p.group, tile, s.k(tile), s.v(tile));
     cp_async_commit();
   };
-  fetch_queries(p, c, s);
+  fetch_query_tile<true>(p, c.batch, c.head, row_begin, s.q(), s.dout());
+  s.rows().fetch(p, c.batch, c.head, row_begin);
   fetch(tiles.first);
   QueryGradient rdQ = {};
 #pragma unroll 1
