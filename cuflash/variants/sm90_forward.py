@@ -113,12 +113,13 @@ _TILES = {
     (256, 256): (2, 80),
 }
 _TILES_WITHOUT_MASK = _TILES | {(128, 128): (2, 176)}
+_TILES_WITH_SOFTCAP = _TILES | {(128, 128): (2, 112)}  # tanh needs registers, too
 
 
 def _tile(problem: Problem, tile_d: int, tile_dv: int) -> tuple[int, int]:
-    """The entry of a table, or that of the larger dim. Softcap has no registers for wide tiles."""
+    """The entry of a table, or that of the larger dim."""
     unmasked = problem.diag_lower is None and problem.diag_upper is None
-    table = _TILES_WITHOUT_MASK if unmasked and problem.softcap == 0 else _TILES
+    table = _TILES_WITH_SOFTCAP if problem.softcap > 0 else _TILES_WITHOUT_MASK if unmasked else _TILES
     largest = max(tile_d, tile_dv)
     return table.get((tile_d, tile_dv), table[largest, largest])
 
