@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -62,41 +63,60 @@ def is_blas_matrix(x: Array, dtype: np.dtype[Any]) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How to make products so that the place of a row does not show in its bits.
+
+    Attributes
+    ----------
+    compute : str
+        Dtype of the products.
+    guard : int
+        Columns of zeros on either side of the keys in scores, and on either side of the values.
+    tile_k : int
+        Keys of a tile.
+    counts : tuple of int
+        Rows that a product may have, ascending, the last at least as many as a tile has.
+    """
+
+    compute: str
+    guard: int
+    tile_k: int
+    counts: tuple[int, ...]
+
+
 @lru_cache(maxsize=256)
-def row_counts(compute: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) -> tuple[int, ...]:
-    """Row counts, ascending, the last at least `tile_q`, whose products give a row the same bits wherever it stands.
+def way(dtype: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) -> Way:
+    """The first way to results of `dtype`, float32 or float64, that passes the test on this BLAS.
 
-    Empty where the place of a row in a product of `tile_q` rows shows in its bits. That is so with OpenBLAS in float32
-    on processors with AVX2 but no AVX-512: of 12 rows it sums the first 6 in another order, in some columns.
+    OpenBLAS in float32 on processors with AVX2 but no AVX-512 takes 12 rows at a time and sums the first 6 of them in
+    another order, but only in the first and last 8 columns of up to some 300: hence the guards. A BLAS that is not so
+    either computes in float64. Where not even that helps, no place is like another, and any way will do.
     """
-    measured = _Products(compute, head_dim, head_dim_v, tile_q, tile_k)
-    if not measured.same_anywhere(tile_q):
-        return ()
-    good = [tile_q]
-    for rows in (tile_q >> shift for shift in range(1, 6)):
-        if rows < 8 or not measured.same_anywhere(rows) or not measured.same_first(rows, tile_q):
-            break
-        good.append(rows)
-    return tuple(reversed(good))
-
-
-def compute_dtype(dtype: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) -> str:
-    """In what to compute results of `dtype`: in float64 where only that keeps bits from depending on a row's place.
-
-    Where not even that does, no place is like another in this BLAS, and `dtype` will do.
-    """
-    for compute in (dtype, "float64"):
-        if row_counts(compute, head_dim, head_dim_v, tile_q, tile_k):
-            return compute
-    return dtype
+    for compute, guard, unit, keys in (
+        (dtype, 0, 1, tile_k),
+        (dtype, 8, 12, min(tile_k, 256)),
+        ("float64", 0, 1, tile_k),
+    ):
+        measured = _Products(compute, head_dim, head_dim_v, tile_q, keys, guard)
+        full = -(-tile_q // unit) * unit
+        if not measured.same_anywhere(full):
+            continue
+        counts = [full]
+        for rows in [unit << shift for shift in range(3, -1, -1)] if unit > 1 else [tile_q >> i for i in range(1, 6)]:
+            if rows < full and not (rows >= 8 and measured.same_anywhere(rows) and measured.same_first(rows, full)):
+                break
+            counts.append(rows)
+        return Way(compute, guard, keys, tuple(sorted(set(counts))))
+    return Way(dtype, 0, tile_k, (tile_q,))
 
 
 @lru_cache(maxsize=256)
 def strides_keep_bits(compute: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) -> bool:
     """Whether products of K and V rows that lie apart in memory have the bits of those that are contiguous."""
-    measured = _Products(compute, head_dim, head_dim_v, tile_q, tile_k)
+    measured = _Products(compute, head_dim, head_dim_v, tile_q, tile_k, 0)
     k, v = _apart(measured.k), _apart(measured.v)
-    counts = row_counts(compute, head_dim, head_dim_v, tile_q, tile_k)
+    counts = way(compute, head_dim, head_dim_v, tile_q, tile_k).counts
     return all(_equal(measured.products(0, rows, k, v), measured.products(0, rows)) for rows in counts)
 
 
@@ -114,27 +134,31 @@ def _equal(one: tuple[Array, Array], other: tuple[Array, Array]) -> bool:
 class _Products:
     """Both products of random rows with a tile of random keys and values, to compare with each other."""
 
-    def __init__(self, compute: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) -> None:
-        rng, width, rows = np.random.default_rng(0), padded_dim(head_dim_v), 2 * tile_q
-        self.q, self.k, self.p, self.v = (
-            rng.standard_normal(shape).astype(compute)
-            for shape in ((rows, head_dim), (tile_k, head_dim), (rows, tile_k), (tile_k, width))
-        )
+    def __init__(self, compute: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int, guard: int) -> None:
+        rng, width, rows = np.random.default_rng(0), padded_dim(head_dim_v), 2 * tile_q + 24
+        columns, inner = tile_k + 2 * guard, slice(guard, guard + tile_k)
+        self.q = rng.standard_normal((rows, head_dim)).astype(compute)
+        self.k, self.v = np.zeros((columns, head_dim), compute), np.zeros((columns, width + 2 * guard), compute)
+        self.p = np.zeros((rows, columns), compute)
+        self.k[inner] = rng.standard_normal((tile_k, head_dim))
+        self.v[inner, guard : guard + width] = rng.standard_normal((tile_k, width))
+        self.p[:, inner] = rng.standard_normal((rows, tile_k))
+        self.inner = inner, slice(guard, guard + width)
 
     def products(self, start: int, count: int, k: Array | None = None, v: Array | None = None) -> tuple[Array, Array]:
-        """Scores (rows, tile_k), and products with the values (rows, PARTS, width), of rows start..start+count."""
+        """Scores (rows, keys), and products with the values (rows, PARTS, width), of rows start..start+count."""
         k, v = self.k if k is None else k, self.v if v is None else v
         scores = np.empty((1, 1, count, len(k)), k.dtype)
         values = np.empty((PARTS, count, v.shape[1]), v.dtype)
         with one_blas_thread():
             score_products(self.q[None, start : start + count], k[None], scores, np.empty(scores.size, k.dtype))
             value_products(self.p[start : start + count], v, values)
-        return scores[0, 0], values.swapaxes(0, 1)
+        return scores[0, 0, :, self.inner[0]], values.swapaxes(0, 1)[..., self.inner[1]]
 
     def same_anywhere(self, count: int) -> bool:
         """Whether rows have the same bits at every place in a product of `count` rows."""
         first = self.products(0, count)
-        for start in {1, 5, count // 2, count - 1}:  # a row `start` places further up
+        for start in {1, 5, 6, count // 2, count - 1}:  # a row `start` places further up
             moved = self.products(start, count)
             if not _equal((moved[0][: count - start], moved[1][: count - start]), (first[0][start:], first[1][start:])):
                 return False
@@ -147,35 +171,45 @@ class _Products:
 
 
 class _BlasGuard:
-    """Limits BLAS to one thread while any call is inside; the limit is the process's, so calls are counted."""
+    """Limits BLAS to one thread while any call is inside; the limit is the process's, so calls are counted.
+
+    threadpoolctl from 3.8 on lets the first thread that sets a limit keep it from all others, until it is cleared.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._controller: ThreadpoolController | None = None
-        self._limit: Any = None
+        self._libraries: list[Any] | None = None
+        self._threads: list[int] = []
         self._inside = 0
 
     def enter(self) -> None:
         with self._lock:
             if self._inside == 0:
-                if self._controller is None:  # finding the libraries takes about a millisecond: once
-                    self._controller = ThreadpoolController().select(user_api="blas")
-                self._limit = self._controller.limit(limits=1)
+                if self._libraries is None:  # finding them takes about a millisecond: once
+                    self._libraries = list(ThreadpoolController().select(user_api="blas").lib_controllers)
+                self._threads = [library.get_num_threads() for library in self._libraries]
+                self._set([1] * len(self._threads))
             self._inside += 1
 
     def leave(self) -> None:
         with self._lock:
             self._inside -= 1
             if self._inside == 0:
-                self._limit.restore_original_limits()
+                self._set(self._threads)
+
+    def _set(self, threads: list[int]) -> None:
+        for library, count in zip(self._libraries or [], threads, strict=False):
+            clear = getattr(library, "clear_controlling_thread", lambda force: None)
+            clear(force=True)
+            library.set_num_threads(count)
+            clear(force=True)
 
     def after_fork(self) -> None:
         """A child has only the forking thread: whoever was inside, or held the lock, is gone."""
         self._lock = threading.Lock()
         if self._inside:
             self._inside = 0
-            if self._limit is not None:
-                self._limit.restore_original_limits()
+            self._set(self._threads)
 
 
 _guard = _BlasGuard()

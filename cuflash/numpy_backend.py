@@ -3,12 +3,11 @@
 Bits of one (batch, head, query) row must not depend on anything but that row and the keys it sees, yet a BLAS may sum
 in another order when the shape of a product changes. So every product has a fixed shape: query tiles start at multiples
 of ``tile_q``, key tiles at multiples of ``tile_k``, the last of each is padded, and BLAS runs with one thread. The only
-shape that varies is the row count of short query tiles, and only when :func:`cuflash.blas.row_counts` has seen that
-this BLAS gives the same bits. Where a BLAS gives a row other bits at another place of a product, float32 is computed in
-float64 (:func:`cuflash.blas.compute_dtype`). That sets a floor for decoding: OpenBLAS gives fewer than 5 rows other
-bits than many, so one query costs the products of 8 rows (0.9 ms for 8192 keys of 64 on a core of a 2-core VM), where a
-two-pass that promises nothing takes two matrix-vector products. Keys are not split over threads, (batch, key/value
-head)s are.
+shape that varies is the row count of short query tiles, and only when :func:`cuflash.blas.way` has seen that this BLAS
+gives the same bits; it also says where keys and values need guards of zeros, or float64. That sets a floor for
+decoding: OpenBLAS gives fewer than 5 rows other bits than many, so one query costs the products of 8 rows (0.9 ms for
+8192 keys of 64 on a core of a 2-core VM), where a two-pass that promises nothing takes two matrix-vector products. Keys
+are not split over threads, (batch, key/value head)s are.
 """
 
 from __future__ import annotations
@@ -131,11 +130,10 @@ class _Scratch:
         self.acc = buffer(plan.slots, plan.padded, width)
         self.total = buffer(plan.slots, plan.padded, 1)  # running sum of exp(score - top)
         self.top = buffer(plan.slots, plan.padded, 1)  # running row maximum
-        self.k = buffer(plan.span * plan.tile_k, problem.head_dim)
-        self.v = buffer(plan.span * plan.tile_k, width)
-        self.v[:, problem.head_dim_v :] = 0
-        self.scores = buffer(plan.products * plan.tile_k)
-        self.spare = buffer(plan.products * max(plan.tile_k, PARTS * width))  # addends of scores, then of values
+        self.k = np.zeros((plan.span, plan.columns, problem.head_dim), plan.compute)
+        self.v = np.zeros((plan.span, plan.columns, width + 2 * plan.guard), plan.compute)
+        self.scores = buffer(plan.products * plan.columns)
+        self.spare = buffer(plan.products * max(plan.columns, PARTS * self.v.shape[2]))  # addends of both products
 
 
 def view_as(buffer: Array, *shape: int) -> Array:
@@ -187,10 +185,12 @@ def _run_chunk(
         users = [i for i, tile in enumerate(chunk.tiles) if tile.first < index + count and index < tile.stop]
         if users:
             rows = slice(index * plan.tile_k, (index + count) * plan.tile_k)
-            keys, values, special = k[rows], v[rows], None
-            if not (in_place and whole):
-                keys = load_rows(scratch.k[: count * plan.tile_k], keys)
-                values = load_rows(scratch.v[: count * plan.tile_k], values)
+            special = None
+            if in_place and whole:
+                keys, values = (_tiles(x[rows], count) for x in (k, v))
+            else:
+                keys = _load_tiles(plan, scratch.k[:count], k[rows], 0)
+                values = _load_tiles(plan, scratch.v[:count], v[rows], plan.guard)
             if v_scale is not None:
                 special = np.where(np.isfinite(values), 0, values)
                 np.copyto(values, 0, where=special != 0)
@@ -203,7 +203,9 @@ def _run_chunk(
 def _can_stay(plan: Plan, k: Array, v: Array) -> bool:
     """Whether the products may read K and V where they lie."""
     problem, compute = plan.problem, plan.compute
-    if plan.width != problem.head_dim_v or not (is_blas_matrix(k, compute) and is_blas_matrix(v, compute)):
+    if plan.guard or plan.width != problem.head_dim_v:
+        return False
+    if not (is_blas_matrix(k, compute) and is_blas_matrix(v, compute)):
         return False
     return strides_keep_bits(compute.name, problem.head_dim, problem.head_dim_v, plan.tile_q, plan.tile_k)
 
@@ -212,6 +214,13 @@ def load_rows(buffer: Array, rows: Array) -> Array:
     """Copy rows to the compute dtype and zero the rows that are missing."""
     np.copyto(buffer[: len(rows), : rows.shape[1]], rows)
     buffer[len(rows) :] = 0
+    return buffer
+
+
+def _load_tiles(plan: Plan, buffer: Array, rows: Array, column: int) -> Array:
+    """Copy rows to the keys' places in (tiles, columns, width), from a column on, and zero those that are missing."""
+    for index, tile in enumerate(buffer):
+        load_rows(tile[plan.keys, column:], rows[index * plan.tile_k : (index + 1) * plan.tile_k])
     return buffer
 
 
@@ -234,15 +243,15 @@ def _update(
     values: Array,
     special: Array | None,
 ) -> None:
-    """Add key/value tiles, (tiles * tile_k, dim) from key `start` on, to the running state of the tiles in `slots`.
+    """Add key/value tiles, (tiles, columns, dim) from key `start` on, to the running state of the tiles in `slots`.
 
     All of them go through each NumPy call together: the products keep their shape (NumPy makes one BLAS call a tile),
     and the long calls without the GIL are what lets the workers overlap. The sums still run tile by tile.
     """
-    rows, count, slot_count = chunk.rows, len(keys) // plan.tile_k, slots.stop - slots.start
-    products = view_as(scratch.scores, count, slot_count, chunk.padded, plan.tile_k)
-    scores = products[:, :, :rows]  # the padding rows may hold anything: nothing reads them
-    score_products(scratch.q[slots, : chunk.padded], _tiles(keys, count), products, scratch.spare)
+    rows, count, slot_count = chunk.rows, len(keys), slots.stop - slots.start
+    products = view_as(scratch.scores, count, slot_count, chunk.padded, plan.columns)
+    scores = products[:, :, :rows, plan.keys]  # the padding rows may hold anything: nothing reads them
+    score_products(scratch.q[slots, : chunk.padded], keys, products, scratch.spare)
     _finish_scores(plan, scores)
     masks = _mask(plan, chunk.tiles[slots], start, scores)
 
@@ -255,12 +264,15 @@ def _update(
     np.subtract(scores, tops[1:], out=scores)
     np.exp(scores, out=scores)
     sums = np.vecdot(scores, _ones(plan.tile_k, plan.compute))[..., None]
-    parts = view_as(scratch.spare, count, slot_count, PARTS, chunk.padded, plan.width)
-    value_products(products, _tiles(values, count)[:, None], parts)
-    weighted = np.add.reduce(parts[:, :, :, :rows], axis=2)
+    if plan.guard:  # the products of NaN and inf with zeros
+        products[..., : plan.guard] = 0
+        products[..., -plan.guard :] = 0
+    parts = view_as(scratch.spare, count, slot_count, PARTS, chunk.padded, values.shape[2])
+    value_products(products, values[:, None], parts)
+    weighted = np.add.reduce(parts[:, :, :, :rows, plan.values], axis=2)
     if special is not None:
         for (tile, slot), hidden in masks.items():
-            _add_special(weighted[tile, slot], scores[tile, slot], _tiles(special, count)[tile], hidden)
+            _add_special(weighted[tile, slot], scores[tile, slot], special[tile, plan.keys, plan.values], hidden)
     total, acc = scratch.total[slots, :rows], scratch.acc[slots, :rows]
     for factor, addend, value in zip(rescale, sums, weighted, strict=True):
         np.multiply(total, factor, out=total)

@@ -126,17 +126,20 @@ class _Scratch:
 
     def __init__(self, plan: Plan) -> None:
         problem = plan.problem
-        d, dv, scores = problem.head_dim, problem.head_dim_v, plan.padded * plan.tile_k
+        d, dv, scores = problem.head_dim, problem.head_dim_v, plan.padded * plan.columns
 
         def buffer(*shape: int) -> Array:
             return np.empty(shape, plan.compute)
 
         self.q, self.dout = buffer(plan.padded, d), buffer(plan.padded, dv)
-        self.k, self.v = buffer(plan.tile_k, d), buffer(plan.tile_k, dv)
+        # With guards, as in the forward pass, for the scores; without for all else.
+        self.wide_k, self.wide_v = (np.zeros((plan.columns, width), plan.compute) for width in (d, dv))
+        self.k, self.v = self.wide_k[plan.keys], self.wide_v[plan.keys]
         self.dk, self.dv = buffer(plan.tile_k, d), buffer(plan.tile_k, dv)
         self.weights, self.dscores, self.slope = buffer(scores), buffer(scores), buffer(scores)
-        self.spare = buffer(max(scores, -(-scores // _TERMS) * max(d, dv), plan.tile_k * max(d, dv)))
-        self.sums = buffer(plan.tile_k * max(d, dv))
+        widest = max(plan.tile_k, plan.padded) * max(d, dv)
+        self.spare = buffer(max(scores, -(-scores // _TERMS) * max(d, dv), widest))
+        self.sums = buffer(widest)
 
 
 class _Call:
@@ -227,11 +230,11 @@ class _Call:
         loaded = self._load_queries(head, queries, scratch)
         head.is_finite[index] = all(bool(np.isfinite(x[: tile.rows]).all()) for x in loaded)
         # The diagonal of dout @ out.T, by the product that gives dP: where out is a row of v they all but cancel.
-        outs = load_rows(scratch.v, self._rows(head, out, tile))
-        products = view_as(scratch.dscores, queries.padded, self.plan.tile_k)
-        score_products(loaded[1][None], outs[None], products[None, None], scratch.spare)
+        load_rows(scratch.v, self._rows(head, out, tile))
+        products = view_as(scratch.dscores, queries.padded, self.plan.columns)
+        score_products(loaded[1][None], scratch.wide_v[None], products[None, None], scratch.spare)
         delta = head.delta[here][:, 0]
-        delta[...] = products.diagonal()[: tile.rows]
+        delta[...] = products[:, self.plan.keys].diagonal()[: tile.rows]
         if dlse is not None:
             head.dlse[here][:, 0] = dlse[at]
 
@@ -293,15 +296,16 @@ class _Call:
         """P and dS of a pair of tiles, (padded, tile_k), 0 where a key is hidden or a row missing or without a key."""
         plan, tile, padded = self.plan, queries.tile, queries.padded
         here = tile.head, slice(tile.start, tile.start + tile.rows)
-        shape = padded, plan.tile_k
+        shape = padded, plan.columns
         products, dproducts = view_as(scratch.weights, *shape), view_as(scratch.dscores, *shape)
-        score_products(scratch.q[None, :padded], scratch.k[None], products[None, None], scratch.spare)
-        score_products(scratch.dout[None, :padded], scratch.v[None], dproducts[None, None], scratch.spare)
+        score_products(scratch.q[None, :padded], scratch.wide_k[None], products[None, None], scratch.spare)
+        score_products(scratch.dout[None, :padded], scratch.wide_v[None], dproducts[None, None], scratch.spare)
+        products, dproducts = products[:, plan.keys], dproducts[:, plan.keys]
         weights, dscores = products[: tile.rows], dproducts[: tile.rows]
         np.multiply(weights, self.factor, out=weights, casting="same_kind")
         slope = None
         if plan.softcap is not None:
-            slope = self._slope(weights, view_as(scratch.slope, *shape)[: tile.rows])
+            slope = self._slope(weights, view_as(scratch.slope, padded, plan.tile_k)[: tile.rows])
             np.tanh(weights, out=weights)
             np.multiply(weights, plan.softcap, out=weights, casting="same_kind")
         if plan.compute != plan.problem.lse_dtype:  # as lse is rounded: a weight of 1 is the difference of equals

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.blas import compute_dtype, padded_dim, row_counts
+from cuflash.blas import padded_dim, way
 from cuflash.problem import Problem
 
 Array = np.ndarray[Any, Any]
@@ -52,7 +52,8 @@ class Plan:
     compute: np.dtype[Any]
     tile_q: int
     tile_k: int
-    width: int  # columns of V in the products
+    guard: int  # see cuflash.blas.Way
+    width: int  # columns of V in the products, without the guards
     chunks: tuple[Chunk, ...]  # longest first, the same for each (batch, key/value head)
     slots: int  # most tiles, rows in the products, key tiles and rows of all products that a call takes
     padded: int
@@ -61,6 +62,21 @@ class Plan:
     scale_before: Any | None  # on q, before Q K^T
     scale_after: Any | None  # on the scores
     softcap: Any | None
+
+    @property
+    def columns(self) -> int:
+        """Columns of the scores of a key tile."""
+        return self.tile_k + 2 * self.guard
+
+    @property
+    def keys(self) -> slice:
+        """Those of them that are keys."""
+        return slice(self.guard, self.guard + self.tile_k)
+
+    @property
+    def values(self) -> slice:
+        """The columns of V between the guards."""
+        return slice(self.guard, self.guard + self.width)
 
     def hidden(self, tile: Tile, start: int) -> Array | None:
         """True where a key of the tile is masked or past the end, (rows, tile_k); None when all are visible."""
@@ -87,18 +103,18 @@ class Plan:
 @lru_cache(maxsize=16)
 def make_plan(problem: Problem, tile_q: int, tile_k: int, workers: int) -> Plan:
     """The plan of a problem; `workers` decides how many tiles go together, never the bits."""
-    width, sizes = padded_dim(problem.head_dim_v), (problem.head_dim, problem.head_dim_v, tile_q, tile_k)
-    compute = np.dtype(compute_dtype(problem.lse_dtype, *sizes))
+    width = padded_dim(problem.head_dim_v)
+    how = way(problem.lse_dtype, problem.head_dim, problem.head_dim_v, tile_q, tile_k)
+    compute, tile_k = np.dtype(how.compute), how.tile_k
     tiles = []
     for start in range(0, problem.seqlen_q, tile_q):
         rows = min(tile_q, problem.seqlen_q - start)
         first, stop = _key_tiles(problem, start, rows, tile_k)
         tiles += [Tile(head, start, rows, first, stop) for head in range(problem.group)]
     size = _chunk_size(tiles, problem.batch * problem.heads_kv, workers)
-    counts = row_counts(compute.name, *sizes) or (tile_q,)
     chunks = []
     for rows, same in itertools.groupby(tiles, key=lambda tile: tile.rows):
-        group, padded = tuple(same), next(count for count in counts if count >= rows)
+        group, padded = tuple(same), next(count for count in how.counts if count >= rows)
         for i in range(0, len(group), size):
             chunks.append(_make_chunk(group[i : i + size], padded, tile_k, max(problem.head_dim, width)))
     chunks.sort(key=lambda chunk: -sum(tile.stop - tile.first for tile in chunk.tiles))
@@ -106,7 +122,7 @@ def make_plan(problem: Problem, tile_q: int, tile_k: int, workers: int) -> Plan:
     factor = problem.scale / problem.softcap if problem.softcap else problem.scale
     fold = abs(factor) <= 1.0 and abs(math.frexp(factor)[0]) == 0.5
     return Plan(
-        problem, compute, tile_q, tile_k, width, tuple(chunks),
+        problem, compute, tile_q, tile_k, how.guard, width, tuple(chunks),
         slots=max(len(chunk.tiles) for chunk in chunks),
         padded=max(chunk.padded for chunk in chunks),
         span=max(chunk.span for chunk in chunks),

@@ -309,32 +309,47 @@ def test_blas_that_differs_for_few_rows_gets_full_tiles(monkeypatch):
     monkeypatch.setattr(
         blas._Products, "same_first", lambda self, few, many: calls.append(few) or (few > 64 and real(self, few, many))
     )
-    counts = blas.row_counts.__wrapped__("float64", 64, 64, 256, 256)
+    counts = blas.way.__wrapped__("float64", 64, 64, 256, 256).counts
     assert counts[-1] == 256 and min(counts) > 64 and calls
 
 
 def test_blas_where_the_place_of_a_row_shows(monkeypatch):
-    """OpenBLAS in float32 on AVX2 is one. It computes in float64; a BLAS that is so in float64 too does what it can."""
-    uneven = {"float32"}
-    monkeypatch.setattr(blas._Products, "same_anywhere", lambda self, count: str(self.q.dtype) not in uneven)
-    monkeypatch.setattr(blas, "row_counts", blas.row_counts.__wrapped__)
-    sizes = (64, 64, 256, 256)
-    assert blas.row_counts("float32", *sizes) == ()
-    assert blas.compute_dtype("float32", *sizes) == blas.compute_dtype("float64", *sizes) == "float64"
-    uneven.add("float64")
-    assert (blas.compute_dtype("float32", *sizes), blas.compute_dtype("float64", *sizes)) == ("float32", "float64")
+    """OpenBLAS in float32 on AVX2 is one, but for its inner columns. What no way helps is computed as it is."""
+    uneven = lambda products: True  # noqa: E731
+    monkeypatch.setattr(blas._Products, "same_anywhere", lambda self, count: not uneven(self))
+    monkeypatch.setattr(blas._Products, "same_first", lambda self, few, many: True)
+    choose, sizes = blas.way.__wrapped__, (64, 64, 256, 512)
+    assert choose("float32", *sizes) == blas.Way("float32", 0, 512, (256,))
+    assert choose("float64", *sizes) == blas.Way("float64", 0, 512, (256,))
+    uneven = lambda products: products.q.dtype == np.float32  # noqa: E731
+    assert choose("float32", *sizes) == blas.Way("float64", 0, 512, (8, 16, 32, 64, 128, 256))
+    uneven = lambda products: products.inner[0].start == 0  # noqa: E731
+    assert choose("float32", *sizes) == blas.Way("float32", 8, 256, (12, 24, 48, 96, 264))
 
 
+WAYS = [
+    blas.Way("float64", 0, 512, (8, 64, 256)),
+    blas.Way("float32", 8, 256, (12, 96, 264)),
+    blas.Way("float32", 8, 64, (264,)),
+    blas.Way("float32", 0, 512, (256,)),
+]
+
+
+@pytest.mark.parametrize("how", WAYS, ids=str)
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=lambda t: np.dtype(t).name)
-def test_float32_computed_in_float64(dtype, monkeypatch):
-    monkeypatch.setattr(numpy_plan, "compute_dtype", lambda *args: "float64")
+def test_every_way_on_every_blas(dtype, how, monkeypatch):
+    monkeypatch.setattr(numpy_plan, "way", lambda *args: how)
     numpy_plan.make_plan.cache_clear()
     try:
-        q, k, v = inputs(m=300, n=400, hq=4, hkv=2, d=40, dtype=dtype)
-        for options in ({}, {"causal": True, "softcap": 3.0}):
+        q, k, v = inputs(m=300, n=700, hq=4, hkv=2, d=40, dtype=dtype)
+        for options in ({}, {"causal": True, "softcap": 3.0}, {"window": (50, 3)}):
             out, lse = attend(q, k, v, **options)
             check_forward(out, q, k, v, lse=lse, **options)
             assert out.dtype == dtype and lse.dtype == np.float32
+        k[0, 400, :, 3], v[0, 450, :, 1], v[0, 30, 0, 5] = np.nan, np.inf, -np.inf
+        q[0, 100, :, :] = -np.inf
+        out, lse = attend(q, k, v, causal=True)
+        check_forward(out, q, k, v, lse=lse, causal=True)
     finally:
         numpy_plan.make_plan.cache_clear()
 
@@ -364,7 +379,7 @@ def test_memory_at_32768_tokens(options):
     n, threads = 32768, 2
     peak, grown = peak_bytes(n, threads, **options)
     # Scratch of a worker: scores 1 MiB and tiles of about 0.3 MiB; then masks and the list of tiles.
-    compute = np.dtype(blas.compute_dtype("float32", 16, 16, numpy_backend.TILE_Q, numpy_backend.TILE_K))
+    compute = np.dtype(blas.way("float32", 16, 16, numpy_backend.TILE_Q, numpy_backend.TILE_K).compute)
     bound = threads * (compute.itemsize << 20) + 64 * n
     assert peak < bound < n * n * compute.itemsize / 400
     assert grown < 32 << 20  # what NumPy does not report to tracemalloc: BLAS packing buffers and thread stacks
@@ -383,6 +398,17 @@ def blas_threads():
 def two_blas_threads():
     with threadpool_limits(2, user_api="blas"):
         yield
+
+
+def test_blas_has_one_thread_whoever_calls(two_blas_threads, monkeypatch):
+    """A thread of a pool, too, while the main thread is inside limits of its own."""
+    seen, real = [], numpy_backend.score_products
+    monkeypatch.setattr(numpy_backend, "score_products", lambda *args: seen.append(blas_threads()) or real(*args))
+    case = inputs(m=50, n=60)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(attend_quiet, *case, threads=1).result()
+    assert seen and {count for counts in seen for count in counts} == {1}
+    assert set(blas_threads()) == {2}
 
 
 def test_callers_from_several_threads(two_blas_threads):

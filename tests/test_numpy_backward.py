@@ -12,7 +12,7 @@ from problems import problem as make_problem_of
 from threadpoolctl import ThreadpoolController
 
 from cuflash import numpy_backend, numpy_backward
-from cuflash.blas import compute_dtype
+from cuflash.blas import way
 from cuflash.problem import BackwardProblem, check_options, make_problem
 from cuflash.reference import attention_backward_reference, check_backward
 from cuflash.variants.base import CPU, BackwardOperands, DeviceInfo, Operand
@@ -208,7 +208,7 @@ def test_memory_at_65536_tokens(options):
     n = 65536
     case = Case(m=n, n=n, d=4, **options)
     peak, grads = peak_bytes(case, threads=2)
-    width = np.dtype(compute_dtype("float32", 4, 4, numpy_backend.TILE_Q, numpy_backend.TILE_K)).itemsize
+    width = np.dtype(way("float32", 4, 4, numpy_backend.TILE_Q, numpy_backend.TILE_K).compute).itemsize
     # The results, the sums of dq, five numbers a row, the list of tiles, and two workers' buffers.
     bound = 3 * (4 * n * 4) + width * n * 4 + 8 * width * n + 2 * (width << 20)
     assert peak < bound < n * n * width / 1000
