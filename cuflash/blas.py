@@ -102,12 +102,13 @@ def way(dtype: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) ->
         full = -(-tile_q // unit) * unit
         if not measured.same_anywhere(full):
             continue
+        fewer = [tile_q >> shift for shift in range(1, 6)] if unit == 1 else [8 * unit, 4 * unit, 2 * unit, unit]
         counts = [full]
-        for rows in [unit << shift for shift in range(3, -1, -1)] if unit > 1 else [tile_q >> i for i in range(1, 6)]:
-            if rows < full and not (rows >= 8 and measured.same_anywhere(rows) and measured.same_first(rows, full)):
+        for rows in (rows for rows in fewer if 8 <= rows < full):
+            if not (measured.same_anywhere(rows) and measured.same_first(rows, full)):
                 break
             counts.append(rows)
-        return Way(compute, guard, keys, tuple(sorted(set(counts))))
+        return Way(compute, guard, keys, tuple(reversed(counts)))
     return Way(dtype, 0, tile_k, (tile_q,))
 
 
