@@ -20,9 +20,8 @@ from threadpoolctl import ThreadpoolController
 Array = np.ndarray[Any, Any]
 
 # Long chains of sums round more than those of the error rule's yardstick, whose products BLAS sums by other kernels
-# when they are small. So the sum over a key tile is made of PARTS shorter ones, and a score of chains of COLUMNS or
-# fewer (half as many up to that head_dim, where the yardstick rounds least). Each costs some 5 to 10 % of the time.
-PARTS = 8
+# when they are small. So the sum over a key tile is made of shorter ones (Way.parts), and a score of chains of COLUMNS
+# or fewer (half as many up to that head_dim, where the yardstick rounds least). Each costs some 5 to 10 % of the time.
 COLUMNS = 32
 
 
@@ -46,9 +45,10 @@ def score_products(q: Array, k: Array, out: Array, spare: Array) -> None:
 
 
 def value_products(weights: Array, v: Array, out: Array) -> None:
-    """Products of parts of the keys: (..., rows, keys) by (..., keys, width) into `out`, (..., PARTS, rows, width)."""
-    split = weights.reshape(*weights.shape[:-1], PARTS, -1).swapaxes(-2, -3)
-    np.matmul(split, v.reshape(*v.shape[:-2], PARTS, -1, v.shape[-1]), out=out)
+    """Products of parts of the keys: (..., rows, keys) by (..., keys, width) into `out`, (..., parts, rows, width)."""
+    parts = out.shape[-3]
+    split = weights.reshape(*weights.shape[:-1], parts, -1).swapaxes(-2, -3)
+    np.matmul(split, v.reshape(*v.shape[:-2], parts, -1, v.shape[-1]), out=out)
 
 
 def is_blas_matrix(x: Array, dtype: np.dtype[Any]) -> bool:
@@ -75,6 +75,8 @@ class Way:
         Columns of zeros on either side of the keys in scores, and on either side of the values.
     tile_k : int
         Keys of a tile.
+    parts : int
+        Products with the values that a tile is made of.
     counts : tuple of int
         Rows that a product may have, ascending, the last at least as many as a tile has.
     """
@@ -82,6 +84,7 @@ class Way:
     compute: str
     guard: int
     tile_k: int
+    parts: int
     counts: tuple[int, ...]
 
 
@@ -93,12 +96,12 @@ def way(dtype: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) ->
     another order, but only in the first and last 8 columns of up to some 300: hence the guards. A BLAS that is not so
     either computes in float64. Where not even that helps, no place is like another, and any way will do.
     """
-    for compute, guard, unit, keys in (
-        (dtype, 0, 1, tile_k),
-        (dtype, 8, 12, min(tile_k, 256)),
-        ("float64", 0, 1, tile_k),
+    for compute, guard, unit, keys, parts in (
+        (dtype, 0, 1, tile_k, 8),
+        (dtype, 8, 12, min(tile_k, 256), 16),  # where the yardstick's small products round least of all
+        ("float64", 0, 1, tile_k, 8),
     ):
-        measured = _Products(compute, head_dim, head_dim_v, tile_q, keys, guard)
+        measured = _Products(compute, head_dim, head_dim_v, tile_q, keys, guard, parts)
         full = -(-tile_q // unit) * unit
         if not measured.same_anywhere(full):
             continue
@@ -108,17 +111,17 @@ def way(dtype: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) ->
             if not (measured.same_anywhere(rows) and measured.same_first(rows, full)):
                 break
             counts.append(rows)
-        return Way(compute, guard, keys, tuple(reversed(counts)))
-    return Way(dtype, 0, tile_k, (tile_q,))
+        return Way(compute, guard, keys, parts, tuple(reversed(counts)))
+    return Way(dtype, 0, tile_k, 8, (tile_q,))
 
 
 @lru_cache(maxsize=256)
 def strides_keep_bits(compute: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int) -> bool:
     """Whether products of K and V rows that lie apart in memory have the bits of those that are contiguous."""
-    measured = _Products(compute, head_dim, head_dim_v, tile_q, tile_k, 0)
+    how = way(compute, head_dim, head_dim_v, tile_q, tile_k)
+    measured = _Products(compute, head_dim, head_dim_v, tile_q, tile_k, 0, how.parts)
     k, v = _apart(measured.k), _apart(measured.v)
-    counts = way(compute, head_dim, head_dim_v, tile_q, tile_k).counts
-    return all(_equal(measured.products(0, rows, k, v), measured.products(0, rows)) for rows in counts)
+    return all(_equal(measured.products(0, rows, k, v), measured.products(0, rows)) for rows in how.counts)
 
 
 def _apart(x: Array) -> Array:
@@ -135,7 +138,9 @@ def _equal(one: tuple[Array, Array], other: tuple[Array, Array]) -> bool:
 class _Products:
     """Both products of random rows with a tile of random keys and values, to compare with each other."""
 
-    def __init__(self, compute: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int, guard: int) -> None:
+    def __init__(
+        self, compute: str, head_dim: int, head_dim_v: int, tile_q: int, tile_k: int, guard: int, parts: int
+    ) -> None:
         rng, width, rows = np.random.default_rng(0), padded_dim(head_dim_v), 2 * tile_q + 24
         columns, inner = tile_k + 2 * guard, slice(guard, guard + tile_k)
         self.q = rng.standard_normal((rows, head_dim)).astype(compute)
@@ -144,13 +149,13 @@ class _Products:
         self.k[inner] = rng.standard_normal((tile_k, head_dim))
         self.v[inner, guard : guard + width] = rng.standard_normal((tile_k, width))
         self.p[:, inner] = rng.standard_normal((rows, tile_k))
-        self.inner = inner, slice(guard, guard + width)
+        self.inner, self.parts = (inner, slice(guard, guard + width)), parts
 
     def products(self, start: int, count: int, k: Array | None = None, v: Array | None = None) -> tuple[Array, Array]:
-        """Scores (rows, keys), and products with the values (rows, PARTS, width), of rows start..start+count."""
+        """Scores (rows, keys), and products with the values (rows, parts, width), of rows start..start+count."""
         k, v = self.k if k is None else k, self.v if v is None else v
         scores = np.empty((1, 1, count, len(k)), k.dtype)
-        values = np.empty((PARTS, count, v.shape[1]), v.dtype)
+        values = np.empty((self.parts, count, v.shape[1]), v.dtype)
         with one_blas_thread():
             score_products(self.q[None, start : start + count], k[None], scores, np.empty(scores.size, k.dtype))
             value_products(self.p[start : start + count], v, values)

@@ -22,7 +22,6 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 casts with NumPy)
 import numpy as np
 
 from cuflash.blas import (
-    PARTS,
     is_blas_matrix,
     one_blas_thread,
     score_products,
@@ -133,7 +132,7 @@ class _Scratch:
         self.k = np.zeros((plan.span, plan.columns, problem.head_dim), plan.compute)
         self.v = np.zeros((plan.span, plan.columns, width + 2 * plan.guard), plan.compute)
         self.scores = buffer(plan.products * plan.columns)
-        self.spare = buffer(plan.products * max(plan.columns, PARTS * self.v.shape[2]))  # addends of both products
+        self.spare = buffer(plan.products * max(plan.columns, plan.parts * self.v.shape[2]))  # addends of both products
 
 
 def view_as(buffer: Array, *shape: int) -> Array:
@@ -267,7 +266,7 @@ def _update(
     if plan.guard:  # the products of NaN and inf with zeros
         products[..., : plan.guard] = 0
         products[..., -plan.guard :] = 0
-    parts = view_as(scratch.spare, count, slot_count, PARTS, chunk.padded, values.shape[2])
+    parts = view_as(scratch.spare, count, slot_count, plan.parts, chunk.padded, values.shape[2])
     value_products(products, values[:, None], parts)
     weighted = np.add.reduce(parts[:, :, :, :rows, plan.values], axis=2)
     if special is not None:

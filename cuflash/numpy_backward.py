@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 # Below this many FLOPs starting threads costs more than it gains.
 _FLOPS_PER_THREAD = 10_000_000
-# Terms that one product adds up: BLAS sums one after the other, so longer sums round more (see cuflash.blas.PARTS).
+# Terms that one product adds up: BLAS sums one after the other, so longer sums round more (see cuflash.blas).
 _TERMS = 64
 
 

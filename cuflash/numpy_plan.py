@@ -52,7 +52,8 @@ class Plan:
     compute: np.dtype[Any]
     tile_q: int
     tile_k: int
-    guard: int  # see cuflash.blas.Way
+    guard: int  # this and the next: see cuflash.blas.Way
+    parts: int
     width: int  # columns of V in the products, without the guards
     chunks: tuple[Chunk, ...]  # longest first, the same for each (batch, key/value head)
     slots: int  # most tiles, rows in the products, key tiles and rows of all products that a call takes
@@ -122,7 +123,7 @@ def make_plan(problem: Problem, tile_q: int, tile_k: int, workers: int) -> Plan:
     factor = problem.scale / problem.softcap if problem.softcap else problem.scale
     fold = abs(factor) <= 1.0 and abs(math.frexp(factor)[0]) == 0.5
     return Plan(
-        problem, compute, tile_q, tile_k, how.guard, width, tuple(chunks),
+        problem, compute, tile_q, tile_k, how.guard, how.parts, width, tuple(chunks),
         slots=max(len(chunk.tiles) for chunk in chunks),
         padded=max(chunk.padded for chunk in chunks),
         span=max(chunk.span for chunk in chunks),

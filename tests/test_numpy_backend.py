@@ -319,19 +319,19 @@ def test_blas_where_the_place_of_a_row_shows(monkeypatch):
     monkeypatch.setattr(blas._Products, "same_anywhere", lambda self, count: not uneven(self))
     monkeypatch.setattr(blas._Products, "same_first", lambda self, few, many: True)
     choose, sizes = blas.way.__wrapped__, (64, 64, 256, 512)
-    assert choose("float32", *sizes) == blas.Way("float32", 0, 512, (256,))
-    assert choose("float64", *sizes) == blas.Way("float64", 0, 512, (256,))
+    assert choose("float32", *sizes) == blas.Way("float32", 0, 512, 8, (256,))
+    assert choose("float64", *sizes) == blas.Way("float64", 0, 512, 8, (256,))
     uneven = lambda products: products.q.dtype == np.float32  # noqa: E731
-    assert choose("float32", *sizes) == blas.Way("float64", 0, 512, (8, 16, 32, 64, 128, 256))
+    assert choose("float32", *sizes) == blas.Way("float64", 0, 512, 8, (8, 16, 32, 64, 128, 256))
     uneven = lambda products: products.inner[0].start == 0  # noqa: E731
-    assert choose("float32", *sizes) == blas.Way("float32", 8, 256, (12, 24, 48, 96, 264))
+    assert choose("float32", *sizes) == blas.Way("float32", 8, 256, 16, (12, 24, 48, 96, 264))
 
 
 WAYS = [
-    blas.Way("float64", 0, 512, (8, 64, 256)),
-    blas.Way("float32", 8, 256, (12, 96, 264)),
-    blas.Way("float32", 8, 64, (264,)),
-    blas.Way("float32", 0, 512, (256,)),
+    blas.Way("float64", 0, 512, 8, (8, 64, 256)),
+    blas.Way("float32", 8, 256, 16, (12, 96, 264)),
+    blas.Way("float32", 8, 64, 4, (264,)),
+    blas.Way("float32", 0, 512, 8, (256,)),
 ]
 
 
