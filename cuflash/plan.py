@@ -242,7 +242,19 @@ def make_plan(
     return CudaPlan(adapter, call, arrays[0], return_lse, launch)
 
 
-class _Outputs:
+class CopiesInputs:
+    """Gives kernels compact copies of the inputs that they cannot read in place."""
+
+    adapter: Adapter
+    copies: tuple[bool, ...] | None  # which inputs; None for none of them
+
+    def copied(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        if self.copies is None:
+            return inputs
+        return [self.adapter.contiguous(x) if copy else x for x, copy in zip(inputs, self.copies, strict=True)]
+
+
+class _Outputs(CopiesInputs):
     """How a plan makes its results: allocators that hold no array of the call alive."""
 
     def __init__(self, adapter: Adapter, call: Call, q: Any, return_lse: bool) -> None:
@@ -253,12 +265,6 @@ class _Outputs:
         inputs = dict(zip(NAMES, call.views, strict=True))
         self.guard = None if call.out is None else OutGuard(inputs, {"out": call.out})
         self.copies = tuple(why is not None for why in call.copies) if any(call.copies) else None
-
-    def copied(self, arrays: tuple[Any, Any, Any]) -> list[Any]:
-        """The inputs, with those that kernels cannot read in place replaced by compact copies."""
-        if self.copies is None:
-            return list(arrays)
-        return [self.adapter.contiguous(x) if copy else x for x, copy in zip(arrays, self.copies, strict=True)]
 
 
 class EmptyPlan(_Outputs):

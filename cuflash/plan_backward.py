@@ -11,6 +11,7 @@ from cuflash.dlpack import row_major
 from cuflash.errors import UnsupportedProblem
 from cuflash.plan import (
     NAMES,
+    CopiesInputs,
     OutGuard,
     as_bshd,
     check_call,
@@ -167,7 +168,7 @@ def make_backward_plan(
     return CudaBackwardPlan(adapter, call, q, launch, chosen.workspace_bytes(call.problem, call.device, config))
 
 
-class _Plan:
+class _Plan(CopiesInputs):
     """How a plan makes its results; by itself, the plan for gradients with no element."""
 
     def __init__(self, adapter: Adapter, call: BackwardCall, q: Any) -> None:
@@ -184,12 +185,6 @@ class _Plan:
         if self.guard is not None:
             self.guard.check(addresses)
         return grads
-
-    def copied(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        """The inputs, with those that kernels cannot read in place replaced by compact copies."""
-        if self.copies is None:
-            return inputs
-        return [self.adapter.contiguous(x) if copy else x for x, copy in zip(inputs, self.copies, strict=True)]
 
     def deliver(self, results: Sequence[Any], grads: Sequence[Any] | None, q: Any) -> tuple[Any, Any, Any]:
         """What the caller gets, once it is filled."""

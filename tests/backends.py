@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import cuflash
+from cuflash import select
 from cuflash.reference import check_backward, check_forward
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16)} | {n: np.dtype(n) for n in ("float16", "float32", "float64")}
@@ -27,6 +28,34 @@ def bits(x):
 def assert_same_bits(actual, expected, what=""):
     assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
     np.testing.assert_array_equal(bits(actual), bits(expected), err_msg=str(what))
+
+
+def differing(a, b):
+    """How many elements of two torch tensors differ in their bits, as a tensor: nothing is waited for."""
+    torch = pytest.importorskip("torch")
+    bits = torch.int16 if a.element_size() == 2 else torch.int32
+    return (a.view(bits) != b.view(bits)).sum()
+
+
+class _Forbidden:
+    """A variant that takes every problem and must not be reached."""
+
+    def unsupported(self, *args):
+        return None
+
+    def config(self, *args):
+        return None
+
+    def launcher(self, *args):
+        def launch(*args):
+            raise AssertionError("a bad call was launched")
+
+        return launch
+
+
+def forbid_launches(monkeypatch):
+    """From here on a call for which no plan was made yet fails if it gets as far as a launch."""
+    monkeypatch.setattr(select, "load", lambda name, operation: _Forbidden())
 
 
 def row_major(shape):

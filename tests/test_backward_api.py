@@ -7,7 +7,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from backends import Foreign, Target, assert_same_bits
+from backends import Foreign, Target, assert_same_bits, forbid_launches
 from test_arrays import FakeArray, FakeCuda
 
 import cuflash
@@ -114,21 +114,7 @@ def nothing_runs(monkeypatch):
     cuflash.attention_backward(**good())
     cuflash.attention_backward(**good(), causal=True, window=(1, 0), deterministic=True)
     cuflash.attention_backward(**good(), grads=grads())
-
-    class Forbidden:
-        def unsupported(self, *args):
-            return None
-
-        def config(self, *args):
-            return None
-
-        def launcher(self, *args):
-            def launch(*args):
-                raise AssertionError("a bad call was launched")
-
-            return launch
-
-    monkeypatch.setattr(select, "load", lambda name, operation: Forbidden())
+    forbid_launches(monkeypatch)
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from backends import Target
+from backends import Target, differing
 
 import cuflash
 from cuflash.reference import attention_backward_reference, check_backward
@@ -14,12 +14,6 @@ MODES = pytest.mark.parametrize("deterministic", [False, True])
 
 def target(variant, dtype="bfloat16"):
     return Target("torch", "cuda", variant, dtype)
-
-
-def differing(a, b):
-    """How many elements of two 16-bit tensors differ in their bits, as a tensor: nothing is waited for."""
-    torch = pytest.importorskip("torch")
-    return (a.view(torch.int16) != b.view(torch.int16)).sum()
 
 
 class Pass:

@@ -315,15 +315,18 @@ def test_blas_that_differs_for_few_rows_gets_full_tiles(monkeypatch):
 
 def test_blas_where_the_place_of_a_row_shows(monkeypatch):
     """OpenBLAS in float32 on AVX2 is one, but for its inner columns. What no way helps is computed as it is."""
-    uneven = lambda products: True  # noqa: E731
-    monkeypatch.setattr(blas._Products, "same_anywhere", lambda self, count: not uneven(self))
+
+    def uneven(where):
+        monkeypatch.setattr(blas._Products, "same_anywhere", lambda self, count: not where(self))
+
+    uneven(lambda products: True)
     monkeypatch.setattr(blas._Products, "same_first", lambda self, few, many: True)
     choose, sizes = blas.way.__wrapped__, (64, 64, 256, 512)
     assert choose("float32", *sizes) == blas.Way("float32", 0, 512, 8, (256,))
     assert choose("float64", *sizes) == blas.Way("float64", 0, 512, 8, (256,))
-    uneven = lambda products: products.q.dtype == np.float32  # noqa: E731
+    uneven(lambda products: products.q.dtype == np.float32)
     assert choose("float32", *sizes) == blas.Way("float64", 0, 512, 8, (8, 16, 32, 64, 128, 256))
-    uneven = lambda products: products.inner[0].start == 0  # noqa: E731
+    uneven(lambda products: products.inner[0].start == 0)
     assert choose("float32", *sizes) == blas.Way("float32", 8, 256, 16, (12, 24, 48, 96, 264))
 
 

@@ -35,6 +35,16 @@ struct Reference {
     const bool care = needs_care(maximum, exp2_scale);  // selects, no branches
     return {care && maximum != negative_infinity() ? maximum : 0.0f, care ? 0.0f : shift_of(maximum, exp2_scale)};
   }
+
+  // What a row has accumulated must be multiplied with this when its maximum rises from `old` to `maximum`; 1 when it
+  // does not. With Care for any row, else for those that need none.
+  template <bool Care>
+  static __device__ __forceinline__ float factor(float old, float maximum, float exp2_scale) {
+    if constexpr (!Care) return exp2_approx(shift_of(old, exp2_scale) - shift_of(maximum, exp2_scale));
+    const Reference was = of(old, exp2_scale), is = of(maximum, exp2_scale);
+    const bool same = old == maximum || old == negative_infinity();  // also where inf is, or nothing was summed
+    return exp2_approx(same ? 0.0f : fmaf(was.score - is.score, exp2_scale, was.shift - is.shift));
+  }
 };
 
 // State of this thread's rows: lane/4 and lane/4 + 8 of each 16-row fragment.
@@ -68,19 +78,6 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) far |= Reference::of(row_max[m][half], exp2_scale).score != 0.0f;
     care_above = __any_sync(0xFFFFFFFFu, far) ? -1.0f : kMaxShift;
-  }
-
-  // Makes `maximum`, at least the present one, the reference of a row. What the row has accumulated must be multiplied
-  // with the factor returned, 1 without a new maximum. With `care` for any row, else for those that need none.
-  template <bool Care>
-  __device__ __forceinline__ float raise_max(int m, int half, float maximum, float exp2_scale) {
-    const float old = row_max[m][half];
-    row_max[m][half] = maximum;
-    if constexpr (!Care)
-      return exp2_approx(Reference::shift_of(old, exp2_scale) - Reference::shift_of(maximum, exp2_scale));
-    const Reference was = Reference::of(old, exp2_scale), is = Reference::of(maximum, exp2_scale);
-    const bool same = old == maximum || old == negative_infinity();  // also where inf is, or nothing was summed
-    return exp2_approx(same ? 0.0f : fmaf(was.score - is.score, exp2_scale, was.shift - is.shift));
   }
 
   // The scores of a far row relative to its maximum; exponentiate() then has only the shift to subtract.

@@ -115,11 +115,6 @@ __device__ __forceinline__ void score_product(ScoreFragments& rS, unsigned sQuer
       FragmentAddress<Dim>::columns_first(sKeys + w.key() * row_bytes, w.lane));
 }
 
-// Whether a row has no weight anywhere: it sees no keys, or all its scores are -inf. It adds nothing to any gradient.
-__device__ __forceinline__ bool weightless(float lse) {
-  return lse == negative_infinity();
-}
-
 // rS from q.k to P = exp2(staged score - lse), and rdP to dS = P * (dP - delta) * slope of the score stage. Says
 // whether this thread has a weightless row, whose P is 0 and whose dS is 0 or NaN.
 __device__ __forceinline__ bool differentiate_softmax(ScoreFragments& rS, ScoreFragments& rdP,

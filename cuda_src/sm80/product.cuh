@@ -31,6 +31,19 @@ __device__ __forceinline__ void multiply_block(float (&acc)[MTiles][NTiles][4], 
   }
 }
 
+// acc += a B over 16 rows of B, from 16 * k on: B by rows_first, in one of Parts parts of its columns.
+template <class Element, int Parts, int Dim, int MTiles, int NTiles, class OnB = Unchanged>
+__device__ __forceinline__ void multiply_by_rows(float (&acc)[MTiles][NTiles][4], const unsigned (&a)[MTiles][4],
+                                                 const FragmentAddress<Dim>& b, int k, const OnB& on_b = {}) {
+#pragma unroll
+  for (int n = 0; n < NTiles; n += 2) {
+    unsigned rB[4];
+    ldmatrix_x4_trans(rB, b.template block<Parts>(k, n / 2));
+    on_b(rB);
+    multiply_block<Element>(acc, n, a, rB);
+  }
+}
+
 // acc = A B^T over Dim columns of both: A by rows_first, B by columns_first. The loop goes by `Spans` spans of the
 // swizzle and stays rolled: unrolled, ptxas hoists so many fragment loads over the products that it spills.
 template <class Element, int Spans, int Dim, int MTiles, int NTiles>
@@ -77,13 +90,7 @@ __device__ __forceinline__ void product_tn(float (&acc)[MTiles][NTiles][4], Frag
       unsigned rA[MTiles][4];
 #pragma unroll
       for (int m = 0; m < MTiles; ++m) ldmatrix_x4_trans(rA[m], a.template block<AParts>(k, m));
-#pragma unroll
-      for (int n = 0; n < NTiles; n += 2) {
-        unsigned rB[4];
-        ldmatrix_x4_trans(rB, b.template block<BParts>(k, n / 2));
-        on_b(rB);
-        multiply_block<Element>(acc, n, rA, rB);
-      }
+      multiply_by_rows<Element, BParts>(acc, rA, b, k, on_b);
     }
     a.next_rows(Step);
     b.next_rows(Step);
@@ -104,13 +111,7 @@ __device__ __forceinline__ void product_nn(float (&acc)[MTiles][NTiles][4], cons
       unsigned rA[MTiles][4];
 #pragma unroll
       for (int m = 0; m < MTiles; ++m) ldmatrix_x4(rA[m], columns.block(m, k));
-#pragma unroll
-      for (int n = 0; n < NTiles; n += 2) {
-        unsigned rB[4];
-        ldmatrix_x4_trans(rB, b.template block<BParts>(k, n / 2));
-        on_b(rB);
-        multiply_block<Element>(acc, n, rA, rB);
-      }
+      multiply_by_rows<Element, BParts>(acc, rA, b, k, on_b);
     }
     b.next_rows(Step);
   }

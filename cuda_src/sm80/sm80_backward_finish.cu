@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps)
   const int row_begin = c.query_tile * tile_m, lane = threadIdx.x % 32;
   const Sum sum = Sum::of_rows(p, c.batch, c.head, row_begin);
   const float* lse = p.lse + (static_cast<int64>(c.batch) * p.heads_q + c.head) * p.seqlen_q;
-  const auto is_zero = [&](int row) { return row < p.seqlen_q && lse[row] == negative_infinity(); };
+  const auto is_zero = [&](int row) { return row < p.seqlen_q && weightless(lse[row]); };
 #pragma unroll 1
   for (int block = threadIdx.x / 32; block < tile_m / 16; block += Config::warps) {
     const int row = 16 * block + lane / 4;

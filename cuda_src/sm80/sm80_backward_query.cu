@@ -63,12 +63,7 @@ __device__ __forceinline__ void accumulate_query_gradient(QueryGradient& rdQ, co
         const float (&x)[4] = rdS[m][2 * k + i / 2];
         rA[m][i] = pack<Shape::Element>(x[2 * (i % 2)], x[2 * (i % 2) + 1]);
       }
-#pragma unroll
-    for (int d = 0; d < Shape::d_tiles; d += 2) {
-      unsigned rB[4];
-      ldmatrix_x4_trans(rB, keys.block(k, d / 2));
-      multiply_block<Shape::Element>(rdQ, d, rA, rB);
-    }
+    multiply_by_rows<Shape::Element, 1>(rdQ, rA, keys, k);
   }
 }
 

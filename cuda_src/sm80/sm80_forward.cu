@@ -210,18 +210,6 @@ __device__ __forceinline__ void mask_tile(float (&rS)[Shape::m_tiles][Shape::n_t
   mask_scores<Config::has_band>(rS, p, row_begin + w.lane_row(), first_key + w.first_key() + 2 * (w.lane % 4));
 }
 
-// rO (warp_rows, tile_dv / warps_n) += P V over 16 keys.
-__device__ __forceinline__ void weight_value(float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
-                                             const unsigned (&rP)[Shape::m_tiles][4],
-                                             const FragmentAddress<Shape::tile_dv>& value, int key_block) {
-#pragma unroll
-  for (int d = 0; d < Shape::d_tiles; d += 2) {
-    unsigned rV[4];
-    ldmatrix_x4_trans(rV, value.block<Shape::warps_n>(key_block, d / 2));
-    multiply_block<Shape::Element>(rO, d, rP, rV);
-  }
-}
-
 __device__ __forceinline__ void pack_weights(unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4],
                                              const float (&rS)[Shape::m_tiles][Shape::n_tiles][4]) {
 #pragma unroll
@@ -253,6 +241,14 @@ __device__ __forceinline__ void combine_lanes(float (&value)[Shape::m_tiles][2],
   }
 }
 
+// Makes `maximum` the reference of a row: the factor of what the row has accumulated.
+template <bool Care>
+__device__ __forceinline__ float raise(float& row_max, float maximum, const ForwardParams& p) {
+  const float old = row_max;
+  row_max = maximum;
+  return Reference::factor<Care>(old, maximum, p.exp2_scale);
+}
+
 // Raises the maxima of rows to `row`, each lane's own, and rescales what they have accumulated; with `first` that is
 // nothing. `care` says, before and after, whether some row of the warp needs it.
 __device__ __forceinline__ void raise_maxima(Softmax& softmax, float (&rO)[Shape::m_tiles][Shape::d_tiles][4],
@@ -266,11 +262,9 @@ __device__ __forceinline__ void raise_maxima(Softmax& softmax, float (&rO)[Shape
     for_each_row([&](int m, int half) { softmax.row_max[m][half] = row[m][half]; });
   } else {
     if (needed || care) {  // from here on `row` is the factor
-      for_each_row(
-          [&](int m, int half) { row[m][half] = softmax.raise_max<true>(m, half, row[m][half], p.exp2_scale); });
+      for_each_row([&](int m, int half) { row[m][half] = raise<true>(softmax.row_max[m][half], row[m][half], p); });
     } else {
-      for_each_row(
-          [&](int m, int half) { row[m][half] = softmax.raise_max<false>(m, half, row[m][half], p.exp2_scale); });
+      for_each_row([&](int m, int half) { row[m][half] = raise<false>(softmax.row_max[m][half], row[m][half], p); });
     }
     for_each_row([&](int m, int half) { softmax.row_sum[m][half] *= row[m][half]; });
     rescale<true>(rO, row);
@@ -322,12 +316,12 @@ __device__ __forceinline__ void accumulate_output(float (&rO)[Shape::m_tiles][Sh
   auto value = FragmentAddress<Shape::tile_dv>::rows_first(sV, w.lane).template part<Shape::warps_n>(w.side);
   if constexpr (Shape::warps_n == 1) {
 #pragma unroll
-    for (int k = 0; k < blocks; ++k) weight_value(rO, rP[k], value, k);
+    for (int k = 0; k < blocks; ++k) multiply_by_rows<Shape::Element, Shape::warps_n>(rO, rP[k], value, k);
   } else {
     const unsigned origin = value.origin;
     value.origin = origin + w.first_key() * TileLayout<Shape::tile_dv>::row_bytes;
 #pragma unroll
-    for (int k = 0; k < blocks; ++k) weight_value(rO, rP[k], value, k);
+    for (int k = 0; k < blocks; ++k) multiply_by_rows<Shape::Element, Shape::warps_n>(rO, rP[k], value, k);
     auto weights =
         FragmentAddress<Shape::tile_n>::rows_first(sP + w.row * TileLayout<Shape::tile_n>::row_bytes, w.lane);
     weights = weights.template part<2>(1 - w.side);
@@ -337,7 +331,7 @@ __device__ __forceinline__ void accumulate_output(float (&rO)[Shape::m_tiles][Sh
       unsigned rA[Shape::m_tiles][4];
 #pragma unroll
       for (int m = 0; m < Shape::m_tiles; ++m) ldmatrix_x4(rA[m], weights.block<2>(m, k));
-      weight_value(rO, rA, value, k);
+      multiply_by_rows<Shape::Element, Shape::warps_n>(rO, rA, value, k);
     }
   }
 }

@@ -306,11 +306,11 @@ struct Consumer {
     const bool care = __any_sync(0xFFFFFFFFu, softmax.needs_care(lane_max, p.exp2_scale));
     maxima.raised |= !Config::lazy_rescale || __any_sync(0xFFFFFFFFu, lane_max > old);
     const float tile_max = combine_quad(lane_max, [](float a, float b) { return fmaxf(a, b); });
-    float factor = softmax.raise_max<false>(0, half, tile_max, p.exp2_scale);
+    float factor = Reference::factor<false>(old, tile_max, p.exp2_scale);
     float shift = Reference::shift_of(tile_max, p.exp2_scale);
+    softmax.row_max[0][half] = tile_max;
     if (care) {
-      softmax.row_max[0][half] = old;
-      factor = softmax.raise_max<true>(0, half, tile_max, p.exp2_scale);
+      factor = Reference::factor<true>(old, tile_max, p.exp2_scale);
       shift = Reference::of(tile_max, p.exp2_scale).shift;
       softmax.subtract_far_maximum(rS, 0, half, p.exp2_scale);
       softmax.remember_far_rows(p.exp2_scale);

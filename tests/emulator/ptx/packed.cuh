@@ -4,22 +4,22 @@
 
 namespace cuflash {
 
-inline unsigned fma_bfloat16_pair(unsigned a, unsigned b, unsigned c) {
+template <float Half(unsigned short), unsigned Pair(float, float)>
+unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
   float sum[2];
   for (int i = 0; i < 2; ++i) {
-    const auto half = [i](unsigned pair) { return bfloat16_to_float(static_cast<unsigned short>(pair >> 16 * i)); };
+    const auto half = [i](unsigned pair) { return Half(static_cast<unsigned short>(pair >> 16 * i)); };
     sum[i] = half(a) * half(b) + half(c);
   }
-  return bfloat16_pair(sum[0], sum[1]);
+  return Pair(sum[0], sum[1]);
+}
+
+inline unsigned fma_bfloat16_pair(unsigned a, unsigned b, unsigned c) {
+  return fma_pair<bfloat16_to_float, bfloat16_pair>(a, b, c);
 }
 
 inline unsigned fma_float16_pair(unsigned a, unsigned b, unsigned c) {
-  float sum[2];
-  for (int i = 0; i < 2; ++i) {
-    const auto half = [i](unsigned pair) { return float16_to_float(static_cast<unsigned short>(pair >> 16 * i)); };
-    sum[i] = half(a) * half(b) + half(c);
-  }
-  return float16_pair(sum[0], sum[1]);
+  return fma_pair<float16_to_float, float16_pair>(a, b, c);
 }
 
 }  // namespace cuflash
