@@ -2,13 +2,11 @@
 
     python benchmarks/backward_sweep.py --deterministic      # the tiles that cuflash uses, in both passes
     python benchmarks/backward_sweep.py --d 128 -- "tile_n=128,warps=8,warps_n=4|2" "stages=1,blocks_per_sm=1"
-    python benchmarks/backward_sweep.py --d 64 --deterministic -- "query.stages=1|2,query.blocks_per_sm=2"
 
-Each positional argument is a set of fields to change from the Configs that cuflash would take: those of the kernel
-``sm80_backward``, and with the prefix ``query.`` those of ``sm80_backward_query``, which computes dq in the
-deterministic pass. "stages=1|2,tile_n=64|128" stands for all four combinations. What does not compile, spills registers
-or needs more shared memory than there is, is left out. The others are compared with float64 gradients before they are
-timed, whole passes with all their kernels and the peer in turns in one process, on random normal inputs.
+Each positional argument is a set of fields to change from the Config of ``sm80_backward`` that cuflash would take.
+"stages=1|2,tile_n=64|128" stands for all four combinations. What does not compile, spills registers or needs more
+shared memory than there is, is left out. The others are compared with float64 gradients before they are timed, whole
+passes with all their kernels and the peer in turns in one process, on random normal inputs.
 """
 
 from __future__ import annotations
@@ -45,18 +43,17 @@ from cuflash.problem import BackwardProblem
 from cuflash.variants.base import BackwardOperands
 from cuflash.variants.sm80_backward import (
     ROW_TILE,
+    TURN_ROWS,
     VARIANT,
     Sm80BackwardConfig,
     Sm80BackwardPass,
-    Sm80BackwardQueryConfig,
 )
 
 PEER = "torch FA2"
-QUERY = "query."
 WORST_ERROR = 1e-2  # relative; 0.0025 or so is what rounding to bfloat16 costs
 # What the problem, the layouts, the pass and the device decide, the same for all kernels of a pass.
 FIXED = {"element", "tile_d", "tile_dv", "vector_bytes", "out_vector_bytes", "exact_dims", "has_band", "score"}
-FIXED |= {"accumulate_dq", "reduce_width"}
+FIXED |= {"ordered", "reduce_width"}
 
 Fields = dict[str, str]
 
@@ -70,9 +67,9 @@ class Case:
     deterministic: bool
 
     @property
-    def tiles(self) -> list[Any]:
-        """The Configs of the kernels that walk tiles, the one that computes dk and dv first."""
-        return [x for x in self.kernels if isinstance(x, Sm80BackwardConfig | Sm80BackwardQueryConfig)]
+    def main(self) -> Sm80BackwardConfig:
+        """The Config of the kernel that walks tiles."""
+        return next(x for x in self.kernels if isinstance(x, Sm80BackwardConfig))
 
 
 @dataclass(frozen=True)
@@ -103,43 +100,30 @@ def layouts(problem: BackwardProblem) -> BackwardOperands:
     return operands
 
 
-def check_fields(changes: list[Fields], deterministic: bool) -> None:
+def check_fields(changes: list[Fields]) -> None:
     """Raise ValueError for what no Config can be made of.
 
     The workspace has a multiple of ``ROW_TILE`` rows for each head, which tiles of query rows must divide.
     """
+    known = [field.name for field in fields(Sm80BackwardConfig) if field.name not in FIXED]
     for change in changes:
         for name, value in change.items():
-            kind = Sm80BackwardQueryConfig if name.startswith(QUERY) else Sm80BackwardConfig
-            known = [field.name for field in fields(kind) if field.name not in FIXED]
-            field = name.removeprefix(QUERY)
-            if field not in known:
-                raise ValueError(f"{name}={value}: {kind.kernel} has the fields {', '.join(known)} to change")
-            if field == "tile_m" and (int(value) < 1 or ROW_TILE % int(value)):
-                raise ValueError(f"{name}={value} must divide {ROW_TILE}, the rows that the workspace is padded to")
-            if name.startswith(QUERY) and not deterministic:
-                raise ValueError(f"{name}={value}: only the deterministic pass has that kernel; add --deterministic")
+            if name not in known:
+                raise ValueError(f"{name}={value}: the fields to change are {', '.join(known)}")
+            if name == "tile_m" and (int(value) < TURN_ROWS or ROW_TILE % int(value)):
+                raise ValueError(f"{name}={value} must be {TURN_ROWS} or more and divide {ROW_TILE}")
 
 
 def passes(dim: int, causal: bool, changes: list[Fields], deterministic: bool) -> Iterator[Case]:
-    """All backward passes to build; a change of ``sm80_backward_query`` alone makes no new default pass."""
-    modes = (False, True) if deterministic else (False,)
+    """All backward passes to build."""
     for change in ({}, *changes):
-        of_query = {name.removeprefix(QUERY): x for name, x in change.items() if name.startswith(QUERY)}
-        of_keys = {name: x for name, x in change.items() if not name.startswith(QUERY)}
-        for mode in modes:
-            if change and not (of_keys or mode):
-                continue
+        for mode in (False, True) if deterministic else (False,):
             problem = backward_shape(1, 4096, 1, dim, causal, mode)
-            kernels = []
-            for config in VARIANT.config(problem, layouts(problem), device_info(0)).kernels:
-                if isinstance(config, Sm80BackwardConfig):
-                    config = changed(config, of_keys)
-                elif isinstance(config, Sm80BackwardQueryConfig):
-                    config = changed(config, of_query)
-                kernels.append(config)
-            name = case_name(change) + (" deterministic" if mode else "")
-            yield Case(name, tuple(kernels), mode)
+            kernels = [
+                changed(config, change) if isinstance(config, Sm80BackwardConfig) else config
+                for config in VARIANT.config(problem, layouts(problem), device_info(0)).kernels
+            ]
+            yield Case(case_name(change) + (" deterministic" if mode else ""), tuple(kernels), mode)
 
 
 def compiled(config: Any) -> jit.CompileReport | str:
@@ -204,9 +188,10 @@ def build(cases: list[Case], dim: int, causal: bool, reports: dict[Any, Any]) ->
     title, good = f"d{dim} {'causal' if causal else 'full'}", []
     for case in cases:
         wrong = [reports[config] for config in case.kernels if isinstance(reports[config], str)]
-        spills = [config.kernel for config in case.tiles if not wrong and reports[config].spill_store_bytes]
-        if wrong or spills:
-            print(f"left out: {title} {case.name}: {wrong[0] if wrong else f'{spills[0]} spills'}")
+        if not wrong and reports[case.main].spill_store_bytes:
+            wrong = [f"{case.main.kernel} spills"]
+        if wrong:
+            print(f"left out: {title} {case.name}: {wrong[0]}")
         else:
             good.append(case)
     right = []
@@ -244,12 +229,10 @@ def measure(cases: list[Case], dim: int, seqlen: int, causal: bool, rounds: int)
 
 
 def print_table(title: str, cases: list[Case], reports: dict[Any, Any], seqlens: list[int], columns: list[Any]) -> None:
-    """Rows of TFLOP/s with the registers of the kernels that walk tiles, and the ratios of the first case."""
+    """Rows of TFLOP/s with the registers of the kernel that walks tiles, and the ratios of the first case."""
     tails = {}
     for case in cases:
-        found = [reports[config] for config in case.tiles]
-        registers = "+".join(str(report.registers) for report in found)
-        tails[case.name] = f"{registers:>6} {sum(report.spill_store_bytes for report in found):>6}"
+        tails[case.name] = f"{reports[case.main].registers:>6} {reports[case.main].spill_store_bytes:>6}"
     print_rows(title, tails, seqlens, columns)
     first = cases[0].name
     print_ratios(f"{first} / FA2", [ours[first] / others[PEER] for ours, others in columns])
@@ -262,7 +245,7 @@ def print_table(title: str, cases: list[Case], reports: dict[Any, Any], seqlens:
 def main() -> None:
     """Parse arguments, measure and print one table a head dim and mask."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("changes", nargs="*", help='Config fields to change, such as "tile_n=128,query.stages=1|2"')
+    parser.add_argument("changes", nargs="*", help='Config fields to change, such as "tile_n=128,stages=1|2"')
     parser.add_argument("--d", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--seqlens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--rounds", type=int, default=9)
@@ -271,7 +254,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         changes = [one for change in args.changes for one in combinations(change)]
-        check_fields(changes, args.deterministic)
+        check_fields(changes)
     except ValueError as error:
         parser.error(str(error))
     kinds = [(dim, mask == "causal") for dim in args.d for mask in args.masks]

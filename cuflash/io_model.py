@@ -91,8 +91,7 @@ def backward_bytes(problem: BackwardProblem, tile_n: int) -> dict[str, int]:
         ``"minimum"``: q, k, v, out, dout, lse and dlse read once, dq, dk and dv written once. ``"flash-2"`` (Dao 2023,
         section 3.2): key tiles in the outer loop, so that K and V are read once for each query head that shares them,
         dK and dV written once, while each tile reads Q, dO, lse and D of the queries that see it and adds to the
-        float32 sums of dQ, which is a read and a write. Before that D is made of dO and O; after it dQ of its sums. A
-        deterministic pass does without the sums: Q and dO are read once more, and K and V by each query tile.
+        float32 sums of dQ, which is a read and a write. Before that D is made of dO and O; after it dQ of its sums.
 
     Raises
     ------
@@ -108,14 +107,10 @@ def backward_bytes(problem: BackwardProblem, tile_n: int) -> dict[str, int]:
     minimum = q + kv + 2 * out + given + q + kv
     seen = _rows_seen(p.seqlen_k, p.seqlen_q, tile_n, _negated(p.diag_upper), _negated(p.diag_lower))
     row = (p.head_dim + p.head_dim_v) * p.itemsize + 2 * _STATE_BYTES
-    sums = 0 if p.deterministic else _STATE_BYTES * p.head_dim
+    sums = _STATE_BYTES * p.head_dim
     tiles = p.batch * p.heads_q * seen * (row + 2 * sums)
     flash = 2 * out + rows * (2 if p.has_dlse else 1) + kv * p.group + kv + tiles + q
-    if p.deterministic:
-        keys = _rows_seen(p.seqlen_q, p.seqlen_k, tile_n, p.diag_lower, p.diag_upper)
-        flash += q + out + 2 * rows + p.batch * p.heads_q * keys * (p.head_dim + p.head_dim_v) * p.itemsize
-    else:
-        flash += 2 * p.batch * p.heads_q * p.seqlen_q * sums  # set to zero, and read in the end
+    flash += 2 * p.batch * p.heads_q * p.seqlen_q * sums  # set to zero, and read in the end
     return {"minimum": minimum, "flash-2": flash}
 
 

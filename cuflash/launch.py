@@ -24,9 +24,9 @@ POINTERS = struct.Struct("5Q")
 _REST = struct.Struct("12q9i3f")
 FORWARD_PARAMS_BYTES = POINTERS.size + _REST.size
 
-# struct BackwardParams: a ForwardParams, then seven pointers (dout, dlse, dq, dk, dv, delta, dq_sum), then
+# struct BackwardParams: a ForwardParams, then eight pointers (dout, dlse, dq, dk, dv, delta, dq_sum, turns), then
 #   int64 dout_batch, dout_row, dout_head, dq_..., dk_..., dv_...;  int padded_rows;  float gradient_scale
-BACKWARD_POINTERS = struct.Struct("7Q")
+BACKWARD_POINTERS = struct.Struct("8Q")
 _BACKWARD_REST = struct.Struct("12qif")
 BACKWARD_PARAMS_BYTES = FORWARD_PARAMS_BYTES + BACKWARD_POINTERS.size + _BACKWARD_REST.size
 
@@ -56,7 +56,6 @@ def backward_params(
     gradients: tuple[Operand, Operand, Operand, Operand],
     score: str,
     padded_rows: int,
-    query_tiles: int = 0,
 ) -> bytes:
     """The whole of BackwardParams with null pointers; those of the forward come first, at byte 0.
 
@@ -71,10 +70,8 @@ def backward_params(
         Score stage of cuda_src/core/score.cuh.
     padded_rows : int
         Rows of a head in the workspace.
-    query_tiles : int
-        Tiles along seqlen_q, for kernels whose grid starts with the last of them.
     """
-    forward = forward_params(problem, operands, query_tiles, score)
+    forward = forward_params(problem, operands, 0, score)
     strides = [step * problem.itemsize for x in gradients for step in x.strides]
     rest = _BACKWARD_REST.pack(*strides, padded_rows, problem.scale)
     return bytes(POINTERS.size) + forward + bytes(BACKWARD_POINTERS.size) + rest
@@ -203,7 +200,7 @@ class BackwardLaunch(KernelLaunch):
         (tiles, heads, batch entries).
     """
 
-    NAMES = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "delta", "dq_sum")  # the pointers
+    NAMES = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "delta", "dq_sum", "turns")  # the pointers
 
     def __init__(
         self,

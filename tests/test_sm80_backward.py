@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from cuflash.device import known_device
 from cuflash.variants.base import DeviceInfo, Operand, Operands
 from cuflash.variants.sm80_backward import (
     ROW_TILE,
+    TURN_ROWS,
     BackwardOperands,
     backward_config,
     ci_configs,
@@ -21,7 +23,6 @@ from cuflash.variants.sm80_backward import (
     grid,
     padded_rows,
     prepare_config,
-    query_config,
     workspace_shapes,
 )
 
@@ -37,10 +38,6 @@ def keys(arch="sm_90", deterministic=False, layout=None, **change):
     return backward_config(problem(**change), layout or layouts(), known_device(arch), deterministic=deterministic)
 
 
-def queries(arch="sm_90", layout=None, **change):
-    return query_config(problem(**change), layout or layouts(), known_device(arch))
-
-
 # ---- choice of tiles -------------------------------------------------------------------------------------------------
 
 
@@ -49,7 +46,9 @@ def queries(arch="sm_90", layout=None, **change):
     [
         # Bytes of sK and sV; of the ring of sQ and sdO; of sP and sdS; of the row statistics.
         ("sm_90", 64, (128, 64), (2 * 64 * (64 + 64), 2 * 2 * 128 * (64 + 64), 2 * 2 * 128 * 64, 2 * 4 * 128)),
-        ("sm_90", 128, (64, 128), (2 * 128 * (128 + 128), 2 * 2 * 64 * (128 + 128), 2 * 2 * 64 * 128, 2 * 4 * 64)),
+        # With three stages two of sP and sdS, and three of the row statistics.
+        ("sm_90", 128, (64, 128), (2 * 128 * 256, 2 * 3 * 64 * 256, 2 * 2 * 2 * 64 * 128, 3 * 2 * 4 * 64)),
+        ("sm_80", 128, (64, 128), (2 * 128 * (128 + 128), 2 * 2 * 64 * (128 + 128), 2 * 2 * 64 * 128, 2 * 4 * 64)),
         ("sm_86", 128, (64, 64), (2 * 64 * (128 + 128), 2 * 1 * 64 * (128 + 128), 2 * 2 * 64 * 64, 2 * 4 * 64)),
         ("sm_90", 256, (64, 64), (2 * 64 * (256 + 256), 2 * 2 * 64 * (256 + 256), 2 * 2 * 64 * 64, 2 * 4 * 64)),
         ("sm_86", 256, (32, 32), (2 * 32 * (256 + 256), 2 * 1 * 32 * (256 + 256), 2 * 2 * 32 * 32, 2 * 4 * 32)),
@@ -63,20 +62,6 @@ def test_shared_memory_by_hand(arch, d, tile, parts):
     assert chosen.describe()["threads"] == 32 * chosen.warps
 
 
-@pytest.mark.parametrize(
-    ("arch", "d", "tile", "parts"),
-    [
-        # Bytes of sQ and sdO; of the ring of sK and sV; of sdS; of the row statistics.
-        ("sm_90", 64, (128, 64), (2 * 128 * (64 + 64), 2 * 2 * 64 * (64 + 64), 2 * 128 * 64, 2 * 4 * 128)),
-        ("sm_86", 128, (128, 32), (2 * 128 * (128 + 128), 2 * 1 * 32 * (128 + 128), 2 * 128 * 32, 2 * 4 * 128)),
-    ],
-)
-def test_shared_memory_of_the_query_kernel_by_hand(arch, d, tile, parts):
-    chosen = queries(arch, d=d)
-    assert (chosen.tile_m, chosen.tile_n) == tile
-    assert chosen.shared_bytes == sum(parts)
-
-
 @pytest.mark.parametrize(("d", "dv", "tile_dv", "exact"), [(64, 64, 64, True), (32, 250, 256, False)])
 def test_the_kernel_before_holds_tiles_of_dout_and_out(d, dv, tile_dv, exact):
     chosen = prepare_config(problem(d=d, dv=dv), layouts())
@@ -86,23 +71,23 @@ def test_the_kernel_before_holds_tiles_of_dout_and_out(d, dv, tile_dv, exact):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("choose", [keys, queries])
-def test_every_head_dim_fits_every_device(arch, choose):
+def test_every_head_dim_fits_every_device(arch):
     device = known_device(arch)
     dims = [1, 8, 31, 32, 33, 64, 65, 96, 97, 128, 129, 160, 192, 224, 255, 256]
     for d, dv in itertools.product(dims, dims):
-        chosen = choose(arch, d=d, dv=dv)
+        chosen = keys(arch, d=d, dv=dv)
         assert chosen.shared_bytes <= device.shared_memory
         assert d <= chosen.tile_d < d + 32 and dv <= chosen.tile_dv < dv + 32
         assert chosen.tile_d % 32 == chosen.tile_dv % 32 == 0
         assert chosen.exact_dims == (d % 32 == dv % 32 == 0)
         assert ROW_TILE % chosen.tile_m == 0 and chosen.tile_m <= chosen.threads
+        assert chosen.tile_m % TURN_ROWS == 0
         # Every warp gets whole 16 x 16 blocks of each span of the swizzle, 64 columns or 32.
         warps_m = chosen.warps // chosen.warps_n
         assert chosen.tile_m % (16 * warps_m) == 0
-        assert choose is queries or chosen.tile_n % (16 * warps_m) == 0  # the keys are rows of dK and dV
+        assert chosen.tile_n % (16 * warps_m) == 0  # the keys are rows of dK and dV
         assert (64 if chosen.tile_n % 64 == 0 else 32) % (16 * chosen.key_blocks) == 0
-        assert chosen.tile_m % (16 * getattr(chosen, "row_blocks", 1)) == 0
+        assert chosen.tile_m % (16 * chosen.row_blocks) == 0
         for columns in (chosen.tile_n, chosen.tile_d, chosen.tile_dv):
             assert (64 if columns % 64 == 0 else 32) % (16 * chosen.warps_n) == 0
 
@@ -123,32 +108,26 @@ def test_a_device_too_small_for_any_tile():
 def test_config_follows_alignment_mask_score_and_mode():
     chosen = keys(layout=layouts(q=8, out=2, dq=2, dk=16, dv=4))
     assert (chosen.vector_bytes, chosen.out_vector_bytes) == (8, 4)
-    assert queries(layout=layouts(dout=4, out=2, dq=8, dv=2)).vector_bytes == 4
-    assert queries(layout=layouts(dout=4, out=2, dq=8, dv=2)).out_vector_bytes == 4
     assert prepare_config(problem(), layouts(q=2, out=8)).vector_bytes == 8
     assert finish_config(problem(d=40), layouts(dq=8), known_device("sm_90")).out_vector_bytes == 4
     assert not keys().has_band and keys(causal=True).has_band and not keys(window=(1000, 1000)).has_band
     assert keys(softcap=2.0).score == "score_softcap" and keys(scale=-1.0).score == "score_scaled"
     assert keys(dtype="float16").element == "float16"
     assert keys("sm_90").reduce_width == 4 and keys("sm_89").reduce_width == 1
-    assert keys().accumulate_dq and not keys(deterministic=True).accumulate_dq
+    assert keys(deterministic=True) == replace(keys(), ordered=True) != keys()
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_finish_reads_the_order_that_the_sums_were_made_in(arch):
     first, main, last = configs(problem(d=80), layouts(), known_device(arch))
-    assert first.accumulate_dq and main.accumulate_dq
     assert main.reduce_width == last.reduce_width
     assert first.tile_d == main.tile_d == last.tile_d == 96
 
 
 def test_order_of_the_launches():
-    device = known_device("sm_90")
-    default = [c.kernel for c in configs(problem(), layouts(), device)]
-    assert default == ["sm80_backward_prepare", "sm80_backward", "sm80_backward_finish"]
-    fixed = configs(problem(), layouts(), device, deterministic=True)
-    assert [c.kernel for c in fixed] == ["sm80_backward_prepare", "sm80_backward", "sm80_backward_query"]
-    assert not any(getattr(c, "accumulate_dq", False) for c in fixed)
+    for deterministic in (False, True):
+        kernels = [c.kernel for c in configs(problem(), layouts(), known_device("sm_90"), deterministic=deterministic)]
+        assert kernels == ["sm80_backward_prepare", "sm80_backward", "sm80_backward_finish"]
 
 
 def test_grids_cover_keys_and_rows():
@@ -158,15 +137,14 @@ def test_grids_cover_keys_and_rows():
     for config in (first, last):
         tiles, heads, batch = grid(config, p)
         assert (tiles * config.tile_m, heads, batch) == (padded_rows(p), 8, 3)
-    query = query_config(p, layouts(), known_device("sm_90"))
-    assert grid(query, p) == (-(-300 // query.tile_m), 8, 3)
 
 
 @pytest.mark.parametrize(("m", "rows"), [(0, 0), (1, 128), (128, 128), (129, 256)])
 def test_workspace(m, rows):
     p = problem(d=40, m=m, hq=4, b=2)
-    assert workspace_shapes(p, deterministic=False) == {"delta": (2, 4, rows), "dq_sum": (2, 4, rows, 64)}
-    assert workspace_shapes(p, deterministic=True) == {"delta": (2, 4, rows)}
+    default = {"delta": (2, 4, rows), "dq_sum": (2, 4, rows, 64)}
+    assert workspace_shapes(p, deterministic=False) == default
+    assert workspace_shapes(p, deterministic=True) == default | {"turns": (2, 4, rows // 32)}
 
 
 # ---- what the kernels see --------------------------------------------------------------------------------------------
@@ -176,7 +154,7 @@ def test_kernels_use_every_field_of_their_configs_and_no_other():
     seen = {}
     for config, _, _ in ci_configs():
         seen.setdefault(config.kernel, config)
-    assert len(seen) == 4
+    assert len(seen) == 3
     for config in seen.values():
         fields = set(re.findall(r"(?:using (\w+) =|static constexpr \w+ (\w+) =)", jit.prelude(config)))
         fields = {a or b for a, b in fields}
@@ -189,7 +167,7 @@ def test_assembly_is_in_ptx_alone():
             assert not re.search(r"\basm\b", path.read_text()), path
 
 
-POINTERS = "q k v out lse dout dlse dq dk dv delta dq_sum".split()
+POINTERS = "q k v out lse dout dlse dq dk dv delta dq_sum turns".split()
 FORWARD = [f"{x}_{axis}" for x in ("q", "k", "v", "out") for axis in ("batch", "row", "head")]
 INTS = "seqlen_q seqlen_k heads_q group head_dim head_dim_v diag_lower diag_upper query_tiles".split()
 STEPS = [f"{x}_{axis}" for x in ("dout", "dq", "dk", "dv") for axis in ("batch", "row", "head")]
@@ -208,9 +186,18 @@ class BackwardParams(ctypes.Structure):
 
 
 def test_struct_is_that_of_the_kernels():
-    assert launch.BACKWARD_PARAMS_BYTES == ctypes.sizeof(BackwardParams) == launch.FORWARD_PARAMS_BYTES + 160
+    assert launch.BACKWARD_PARAMS_BYTES == ctypes.sizeof(BackwardParams) == launch.FORWARD_PARAMS_BYTES + 168
     source = (jit.source_root() / "core" / "params.cuh").read_text()
-    kinds = {"const void*": 8, "const float*": 8, "void*": 8, "float*": 8, "int64": 8, "int": 4, "float": 4}
+    kinds = {
+        "const void*": 8,
+        "const float*": 8,
+        "void*": 8,
+        "float*": 8,
+        "unsigned*": 8,
+        "int64": 8,
+        "int": 4,
+        "float": 4,
+    }
     fields = []
     for struct in ("ForwardParams", "BackwardParams : ForwardParams"):
         body = re.sub(r"//.*", "", re.search(rf"struct {struct} \{{(.*?)\n\}};", source, re.DOTALL)[1])
@@ -224,12 +211,12 @@ def test_parameters():
     p = problem(d=80, dv=48, m=100, n=300, hq=6, hkv=2, scale=0.5, softcap=4.0, causal=True)
     q, k, v, out = (Operand((10 * i, 10 * i + 1, 10 * i + 2), 2) for i in range(4))
     gradients = tuple(Operand((2**40 + i, 200 * i + 1, 200 * i + 2), 2) for i in range(4))
-    raw = launch.backward_params(p, Operands(q, k, v, out), gradients, "score_softcap", 128, 2)
+    raw = launch.backward_params(p, Operands(q, k, v, out), gradients, "score_softcap", 128)
     assert len(raw) == launch.BACKWARD_PARAMS_BYTES
     got = BackwardParams.from_buffer_copy(raw)
-    assert [getattr(got, name) for name in POINTERS] == [0] * 12
+    assert [getattr(got, name) for name in POINTERS] == [0] * len(POINTERS)
     assert [getattr(got, name) for name in FORWARD] == [2 * s for x in (q, k, v, out) for s in x.strides]
-    assert [getattr(got, name) for name in INTS] == [100, 300, 6, 3, 80, 48, -100, 200, 2]
+    assert [getattr(got, name) for name in INTS] == [100, 300, 6, 3, 80, 48, -100, 200, 0]
     assert (got.score_scale, got.softcap, got.exp2_scale) == (0.125, 4.0, np.float32(np.log2(np.e)))
     assert [getattr(got, name) for name in STEPS] == [2 * s for x in gradients for s in x.strides]
     assert (got.padded_rows, got.gradient_scale) == (128, 0.5)

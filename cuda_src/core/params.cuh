@@ -34,7 +34,8 @@ struct BackwardParams : ForwardParams {
   void* dk;           // (batch, seqlen_k, heads_kv, head_dim)
   void* dv;           // (batch, seqlen_k, heads_kv, head_dim_v)
   float* delta;       // workspace (batch, heads_q, padded_rows): what is subtracted from dP
-  float* dq_sum;      // workspace (batch, heads_q, padded_rows, tile_d) in the order of core/dq_sum.cuh, or null
+  float* dq_sum;      // workspace (batch, heads_q, padded_rows, tile_d) in the order of core/dq_sum.cuh
+  unsigned* turns;    // workspace (batch, heads_q, padded_rows / 32): see core/turns.cuh; or null
   // Strides in bytes.
   int64 dout_batch, dout_row, dout_head;
   int64 dq_batch, dq_row, dq_head;

@@ -22,12 +22,14 @@ struct TileCoordinate {
 };
 
 // The key tile, key/value head and batch entry of a block whose grid is (key tiles, heads_kv, batch). Under a causal
-// mask the first key tile is seen by the most queries, and goes first.
+// mask the first key tile is seen by the most queries, and goes first; or with LastFirst it goes last.
 struct KeyTileCoordinate {
   int key_tile, head, batch;
 
+  template <bool LastFirst>
   static __device__ __forceinline__ KeyTileCoordinate of_block() {
-    return {static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
+    const int tile = LastFirst ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    return {tile, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
   }
 };
 

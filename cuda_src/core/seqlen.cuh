@@ -50,6 +50,8 @@ struct QueryTiles {
       return {0, (p.seqlen_q + TileM - 1) / TileM};
     }
   }
+
+  __device__ __forceinline__ bool contains(int tile) const { return tile >= first && tile < last; }
 };
 
 // Whether a key tile holds a key that some row of [row_begin, row_begin + TileM) does not see.

@@ -17,7 +17,7 @@ template <class Element>
 struct FiniteOrZero {
   __device__ __forceinline__ void operator()(unsigned (&r)[4]) const {
 #pragma unroll
-    for (unsigned& pair : r) pair = finite_or_zero<Element>(pair);
+    for (int i = 0; i < 4; ++i) r[i] = finite_or_zero<Element>(r[i]);
   }
 };
 
@@ -44,77 +44,106 @@ __device__ __forceinline__ void multiply_by_rows(float (&acc)[MTiles][NTiles][4]
   }
 }
 
-// acc = A B^T over Dim columns of both: A by rows_first, B by columns_first. The loop goes by `Spans` spans of the
-// swizzle and stays rolled: unrolled, ptxas hoists so many fragment loads over the products that it spills.
+// acc += A B over Steps steps of Step blocks of 16 along the depth, in a loop that stays rolled: unrolled, ptxas hoists
+// so many fragment loads over the products that it spills. What a step multiplies first is loaded before the jump to
+// it. Operands has load_a(rA, k) and load_b(rB, k, n / 2) for block k of its step, and next() for those of the next.
+template <class Element, int Steps, int Step, int MTiles, int NTiles, class Operands>
+__device__ __forceinline__ void product_in_steps(float (&acc)[MTiles][NTiles][4], Operands at) {
+  unsigned rA[MTiles][4], rB[4];
+  at.load_a(rA, 0);
+  at.load_b(rB, 0, 0);
+#pragma unroll 1
+  for (int step = 1;; ++step) {
+#pragma unroll
+    for (int k = 0; k < Step; ++k) {
+      if (k > 0) at.load_a(rA, k);
+#pragma unroll
+      for (int n = 0; n < NTiles; n += 2) {
+        if (k > 0 || n > 0) at.load_b(rB, k, n / 2);
+        multiply_block<Element>(acc, n, rA, rB);
+      }
+    }
+    if (step == Steps) break;
+    at = at.next();
+    at.load_a(rA, 0);
+    at.load_b(rB, 0, 0);
+  }
+}
+
+// acc = A B^T over Dim columns of both: A by rows_first, B by columns_first. A step is `Spans` spans of the swizzle, or
+// with 0 all of Dim.
 template <class Element, int Spans, int Dim, int MTiles, int NTiles>
 __device__ __forceinline__ void product_nt(float (&acc)[MTiles][NTiles][4], FragmentAddress<Dim> a,
                                            FragmentAddress<Dim> b) {
   constexpr int all = Dim / 16 / TileLayout<Dim>::span_blocks, spans = Spans == 0 ? all : Spans;
   static_assert(all % spans == 0, "whole steps");
+  struct Operands {
+    FragmentAddress<Dim> a, b;
+
+    __device__ __forceinline__ void load_a(unsigned (&r)[MTiles][4], int k) const {
+#pragma unroll
+      for (int m = 0; m < MTiles; ++m) ldmatrix_x4(r[m], a.block(m, k));
+    }
+    __device__ __forceinline__ void load_b(unsigned (&r)[4], int k, int n) const { ldmatrix_x4(r, b.block(n, k)); }
+    __device__ __forceinline__ Operands next() const { return {a.after_spans(spans), b.after_spans(spans)}; }
+  };
 #pragma unroll
   for (int m = 0; m < MTiles; ++m)
 #pragma unroll
     for (int n = 0; n < NTiles; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) acc[m][n][i] = 0.0f;
-#pragma unroll 1
-  for (int span = 0; span < all; span += spans) {
-#pragma unroll
-    for (int k = 0; k < spans * TileLayout<Dim>::span_blocks; ++k) {
-      unsigned rA[MTiles][4];
-#pragma unroll
-      for (int m = 0; m < MTiles; ++m) ldmatrix_x4(rA[m], a.block(m, k));
-#pragma unroll
-      for (int n = 0; n < NTiles; n += 2) {
-        unsigned rB[4];
-        ldmatrix_x4(rB, b.block(n / 2, k));
-        multiply_block<Element>(acc, n, rA, rB);
-      }
-    }
-    a.next_span(spans);
-    b.next_span(spans);
-  }
+  product_in_steps<Element, all / spans, spans * TileLayout<Dim>::span_blocks>(acc, Operands{a, b});
 }
 
 // acc += A^T B over 16 * Blocks rows of both: A by columns_first, B by rows_first, in one of AParts and BParts parts of
-// their columns. `Step` blocks at a time; the loop over them stays rolled.
+// their columns.
 template <class Element, int Blocks, int Step, int AParts, int BParts, int ADim, int BDim, int MTiles, int NTiles,
           class OnB = Unchanged>
 __device__ __forceinline__ void product_tn(float (&acc)[MTiles][NTiles][4], FragmentAddress<ADim> a,
-                                           FragmentAddress<BDim> b, OnB on_b = {}) {
+                                           FragmentAddress<BDim> b, OnB = {}) {
   static_assert(Blocks % Step == 0, "whole steps");
-#pragma unroll 1
-  for (int block = 0; block < Blocks; block += Step) {
+  struct Operands {
+    FragmentAddress<ADim> a;
+    FragmentAddress<BDim> b;
+
+    __device__ __forceinline__ void load_a(unsigned (&r)[MTiles][4], int k) const {
 #pragma unroll
-    for (int k = 0; k < Step; ++k) {
-      unsigned rA[MTiles][4];
-#pragma unroll
-      for (int m = 0; m < MTiles; ++m) ldmatrix_x4_trans(rA[m], a.template block<AParts>(k, m));
-      multiply_by_rows<Element, BParts>(acc, rA, b, k, on_b);
+      for (int m = 0; m < MTiles; ++m) ldmatrix_x4_trans(r[m], a.template block<AParts>(k, m));
     }
-    a.next_rows(Step);
-    b.next_rows(Step);
-  }
+    __device__ __forceinline__ void load_b(unsigned (&r)[4], int k, int n) const {
+      ldmatrix_x4_trans(r, b.template block<BParts>(k, n));
+      OnB()(r);
+    }
+    __device__ __forceinline__ Operands next() const { return {a.after_rows(Step), b.after_rows(Step)}; }
+  };
+  product_in_steps<Element, Blocks / Step, Step>(acc, Operands{a, b});
 }
 
 // acc += A B over the ADim columns of A and rows of B: A by rows_first, B by rows_first in one of BParts parts of its
-// columns. `Step` blocks at a time, at most a span; the loop over them stays rolled.
+// columns. A step is at most a span of A.
 template <class Element, int Step, int BParts, int ADim, int BDim, int MTiles, int NTiles, class OnB = Unchanged>
 __device__ __forceinline__ void product_nn(float (&acc)[MTiles][NTiles][4], const FragmentAddress<ADim>& a,
-                                           FragmentAddress<BDim> b, OnB on_b = {}) {
+                                           FragmentAddress<BDim> b, OnB = {}) {
   static_assert(TileLayout<ADim>::span_blocks % Step == 0, "whole steps");
-#pragma unroll 1
-  for (int block = 0; block < ADim / 16; block += Step) {
-    const FragmentAddress<ADim> columns = a.from_block(block);
+  struct Operands {
+    FragmentAddress<ADim> origin, a;
+    FragmentAddress<BDim> b;
+    int block;
+
+    __device__ __forceinline__ void load_a(unsigned (&r)[MTiles][4], int k) const {
 #pragma unroll
-    for (int k = 0; k < Step; ++k) {
-      unsigned rA[MTiles][4];
-#pragma unroll
-      for (int m = 0; m < MTiles; ++m) ldmatrix_x4(rA[m], columns.block(m, k));
-      multiply_by_rows<Element, BParts>(acc, rA, b, k, on_b);
+      for (int m = 0; m < MTiles; ++m) ldmatrix_x4(r[m], a.block(m, k));
     }
-    b.next_rows(Step);
-  }
+    __device__ __forceinline__ void load_b(unsigned (&r)[4], int k, int n) const {
+      ldmatrix_x4_trans(r, b.template block<BParts>(k, n));
+      OnB()(r);
+    }
+    __device__ __forceinline__ Operands next() const {
+      return {origin, origin.from_block(block + Step), b.after_rows(Step), block + Step};
+    }
+  };
+  product_in_steps<Element, ADim / 16 / Step, Step>(acc, Operands{a, a, b, 0});
 }
 
 }  // namespace cuflash

@@ -2,7 +2,9 @@
 // and up.
 //
 // One block owns tile_n keys of one key/value head and keeps their dK and dV in registers, while it walks the query
-// heads that share that head and, of each, the query tiles that see the keys. So only dQ is summed by several blocks.
+// heads that share that head and, of each, the query tiles that see the keys. So only dQ is summed by several blocks,
+// in any order or, with Config::ordered, in that of the key tiles from the last to the first. Under a causal mask the
+// last key tile reaches a query tile first by itself: waiting for one's turn then takes next to no time.
 //
 // A step has two halves: P and dS of a query tile, then their products for dK, dV and dQ. With up to two stages all
 // warps make one after the other. With three, half of the warps make the first half of the next step before the second
@@ -11,6 +13,7 @@
 #include "core/dq_sum.cuh"
 #include "core/params.cuh"
 #include "core/scheduler.cuh"
+#include "core/turns.cuh"
 #include "sm80/backward.cuh"
 #include "sm80/output.cuh"
 
@@ -112,9 +115,11 @@ struct KeyGradient {
   }
 };
 
-// dQ of one step to the sums in the workspace.
+// dQ of one step to the sums in the workspace, once `wait_for_turn` returns.
+template <class WaitForTurn>
 __device__ __forceinline__ void add_query_gradient(const BackwardParams& p, int batch, const QueryStep& step,
-                                                   const Storage& s, int first_key, bool visible_only) {
+                                                   const Storage& s, int first_key, bool visible_only,
+                                                   WaitForTurn&& wait_for_turn) {
   QueryGradient rdQ = {};
   if (visible_only) {
     accumulate_visible_query_gradient(rdQ, s.ds(step.buffer), s.k(), p, step.row_begin(), first_key);
@@ -126,6 +131,7 @@ __device__ __forceinline__ void add_query_gradient(const BackwardParams& p, int 
   const Sum sum = Sum::of_rows(p, batch, step.head, step.row_begin());
   using Layout = TileLayout<Shape::tile_d>;
   float* first = sum.at(w.query_row() / 16, Layout::part_start<Shape::warps_n>(w.n), w.lane);
+  wait_for_turn();
 #pragma unroll
   for (int m = 0; m < Shape::m_tiles; ++m)
 #pragma unroll
@@ -200,16 +206,26 @@ struct Block {
   const Storage s;
   const KeyTileCoordinate c;
   int first_key, end_head, start;
-  QueryTiles tiles;
+  QueryTiles tiles, tiles_before;  // the second: those that the block adds to whose turn comes before
   KeyGradient<Shape::tile_d> dk;
   KeyGradient<Shape::tile_dv> dv;
 
   __device__ __forceinline__ Block(const BackwardParams& params, unsigned shared)
-      : p(params), s{shared}, c(KeyTileCoordinate::of_block()), first_key(c.key_tile * Shape::tile_n) {
-    tiles = QueryTiles::make<Config::has_band, Shape::tile_m>(p, first_key, min(first_key + Shape::tile_n, p.seqlen_k));
+      : p(params),
+        s{shared},
+        c(KeyTileCoordinate::of_block<Config::ordered>()),
+        first_key(c.key_tile * Shape::tile_n),
+        tiles(of_keys(first_key)),
+        tiles_before(of_keys(first_key + Shape::tile_n)) {
     end_head = tiles.first < tiles.last ? (c.head + 1) * p.group : 0;
     // Blocks that start together with the same rows would add to the same sums of dQ, at the same time.
     start = tiles.first + (Config::spread_rows && end_head ? c.key_tile % (tiles.last - tiles.first) : 0);
+  }
+
+  // The query tiles that see the key tile that begins at a key; none past the last key.
+  __device__ __forceinline__ QueryTiles of_keys(int key) const {
+    if (key >= p.seqlen_k) return {0, 0};
+    return QueryTiles::make<Config::has_band, Shape::tile_m>(p, key, min(key + Shape::tile_n, p.seqlen_k));
   }
 
   __device__ __forceinline__ QueryStep first() const { return {c.head * p.group, start, 0, 0}; }
@@ -243,9 +259,31 @@ struct Block {
     }
   }
 
+  __device__ __forceinline__ Turn turn(const QueryStep& step) const {
+    return Turn::of_rows(p, c.batch, step.head, step.row_begin());
+  }
+
+  __device__ __forceinline__ void add_query_gradient(const QueryStep& step, bool visible_only) const {
+    cuflash::add_query_gradient(p, c.batch, step, s, first_key, visible_only, [&] {
+      if (Config::ordered && tiles_before.contains(step.tile)) turn(step).wait(blockIdx.x);
+    });
+  }
+
+  // Behind a barrier after the step's additions. Later is better: one thread waits until they have all arrived.
+  __device__ __forceinline__ void pass_turn(const QueryStep& step) const {
+    if (Config::ordered && step.head >= 0 && rematerialized_thread() == 0) turn(step).pass(blockIdx.x);
+  }
+
+  __device__ __forceinline__ void pass_last_turn(const QueryStep& step) const {
+    if constexpr (Config::ordered) {
+      __syncthreads();
+      pass_turn(step);
+    }
+  }
+
   // All warps do the same at a time.
   __device__ __forceinline__ void walk_in_step() {
-    QueryStep step = first();
+    QueryStep step = first(), previous{-1};
     fetch(step);
     fetch_rows(step);
 #pragma unroll 1
@@ -257,20 +295,23 @@ struct Block {
         if constexpr (Config::stages > 1) fetch(next);
       });
       const bool visible_only = publish(p, step, s, c.key_tile, found);
+      pass_turn(previous);
       fetch_rows(next);
       add_key_gradients(step, visible_only);
       if constexpr (Config::stages == 1) {
         __syncthreads();  // all have done with Q and dO
         fetch(next);
       }
-      if constexpr (Config::accumulate_dq) add_query_gradient(p, c.batch, step, s, first_key, visible_only);
+      add_query_gradient(step, visible_only);
+      previous = step;
       step = next;
     }
+    pass_last_turn(previous);
   }
 
   // Half of the warps, one on each scheduler, are half a step ahead.
   __device__ __forceinline__ void walk_overlapping() {
-    QueryStep step = first(), next = after(step);
+    QueryStep step = first(), next = after(step), previous{-1};
     fetch(step);
     fetch_rows(step);
     fetch(next);
@@ -291,13 +332,16 @@ struct Block {
         if (half == rematerialized_thread() / 32 / (Config::warps / 2)) {
           if (has(next)) found = score_gradients(p, next, s, c.key_tile, [] {});
         } else {
+          pass_turn(previous);  // by the half that comes here second
           add_key_gradients(step, visible_only);
-          if constexpr (Config::accumulate_dq) add_query_gradient(p, c.batch, step, s, first_key, visible_only);
+          add_query_gradient(step, visible_only);
         }
       }
+      previous = step;
       step = next;
       next = second;
     }
+    pass_last_turn(previous);
   }
 
   __device__ __forceinline__ void write() {

@@ -1,4 +1,4 @@
-// Before the backward kernels: delta = rowsum(dO * O) - dlse of every row, and zeros in the sums of dQ
+// Before sm80_backward: delta = rowsum(dO * O) - dlse of every row, and zeros in the sums of dQ and in their turns
 // (FlashAttention-2, Dao 2023, section 3.2, algorithm 2, line 4). P's gradient needs delta since the weights of a row
 // sum to 1; lse moves with the scores by P, so its gradient enters as one more term.
 //
@@ -8,6 +8,7 @@
 // Grid: (padded_rows / tile_m, heads_q, batch); each warp takes 16 rows.
 #include "core/params.cuh"
 #include "core/scheduler.cuh"
+#include "core/turns.cuh"
 #include "core/types.cuh"
 #include "ptx/shared.cuh"
 #include "sm80/product.cuh"
@@ -60,11 +61,11 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps)
   const int64 head = static_cast<int64>(c.batch) * p.heads_q + c.head;
   const int row_begin = c.query_tile * Config::tile_m;
   fetch_rows(p, c, sdO, sO);
-  if constexpr (Config::accumulate_dq) {
-    uint4* sums = reinterpret_cast<uint4*>(p.dq_sum + (head * p.padded_rows + row_begin) * Config::tile_d);
+  uint4* sums = reinterpret_cast<uint4*>(p.dq_sum + (head * p.padded_rows + row_begin) * Config::tile_d);
 #pragma unroll 4
-    for (int i = threadIdx.x; i < Config::tile_m * Config::tile_d / 4; i += kThreads) sums[i] = make_uint4(0, 0, 0, 0);
-  }
+  for (int i = threadIdx.x; i < Config::tile_m * Config::tile_d / 4; i += kThreads) sums[i] = make_uint4(0, 0, 0, 0);
+  if (p.turns != nullptr && threadIdx.x < Config::tile_m / kTurnRows)
+    *Turn::of_rows(p, c.batch, c.head, row_begin + kTurnRows * threadIdx.x).word = 0;
   cp_async_wait<0>();
   __syncthreads();
   for_each_row_sum(sdO, sO, [&](int row, float sum) {

@@ -158,14 +158,16 @@ struct FragmentAddress {
     return {origin ^ (Layout::template part_start<Parts>(side) << 4)};
   }
 
-  // Moves on by whole spans along Dim, for loops that are not unrolled.
-  __device__ __forceinline__ void next_span(int spans) { origin += spans * span_bytes; }
+  // Further on by whole spans along Dim, for loops that are not unrolled.
+  __device__ __forceinline__ FragmentAddress after_spans(int spans) const { return {origin + spans * span_bytes}; }
 
   // The same with another block along Dim as the first, for loops that are not unrolled.
   __device__ __forceinline__ FragmentAddress from_block(int dim_block) const { return {block(0, dim_block)}; }
 
-  // Moves on by blocks of 16 rows.
-  __device__ __forceinline__ void next_rows(int blocks) { origin += blocks * 16 * Layout::row_bytes; }
+  // Further on by blocks of 16 rows.
+  __device__ __forceinline__ FragmentAddress after_rows(int blocks) const {
+    return {origin + blocks * 16 * Layout::row_bytes};
+  }
 
   template <int Parts = 1>
   __device__ __forceinline__ unsigned block(int row_block, int dim_block) const {

@@ -6,7 +6,7 @@ Runs on every GPU of compute capability 8.0 or more. A backward pass is three la
 2. ``sm80_backward``: dk and dv, each key tile by one block; dq is added to its sums by atomic operations.
 3. ``sm80_backward_finish``: the sums of dq, scaled and rounded, to dq.
 
-The deterministic pass instead lets ``sm80_backward`` leave dq alone and ``sm80_backward_query`` compute it.
+In the deterministic pass the blocks take turns at adding, in a fixed order.
 
 P and dS are rounded to the dtype for their products with dout, q and k. In float16 a dS past 65504 becomes inf, and inf
 or NaN in dq and dk. A constant factor below 1 would move that bound, but dS would lose as many bits where it is near
@@ -32,13 +32,14 @@ from cuflash.variants.base import BackwardOperands, DeviceInfo, Launcher, Operan
 from cuflash.variants.cuda import CudaVariant, ci_problems, first_that_fits, round_up, score_stage
 
 ROW_TILE = 128  # the workspace holds this many rows of a head, or a multiple; every tile_m divides it
+TURN_ROWS = 32  # for each of which there is a word in the deterministic workspace; divides every tile_m
 _SMALL_TILE = 64  # rows of a block of the kernels before and after
 _SMALL_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _TileConfig:
-    """Template arguments of the two kernels that walk tiles.
+class Sm80BackwardConfig:
+    """Template arguments of sm80_backward.cu.
 
     Attributes
     ----------
@@ -51,14 +52,21 @@ class _TileConfig:
     warps, warps_n : int
         Warps of a block; how many of them share the rows of a product and divide its columns.
     stages : int
-        Tiles in shared memory of what the block walks along; with 1 the next is fetched when all have done with this;
-        with 3, in sm80_backward.cu, two steps overlap.
+        Query tiles in shared memory; with 1 the next is fetched when all have done with this; with 3 two steps overlap.
     blocks_per_sm : int
         Blocks that registers and shared memory must leave room for on one multiprocessor.
     rolled_spans : int
         Spans of 64 columns in one step of the rolled loop over head_dim of the score products; 0 unrolls it.
     key_blocks : int
         Blocks of 16 keys in one step of the rolled loop over keys of the product for dq.
+    row_blocks : int
+        Blocks of 16 rows in one step of the rolled loop over query rows of the products for dk and dv.
+    reduce_width : int
+        Numbers in one atomic addition to the sums of dq: 4 from sm_90 on, else 1.
+    spread_rows : bool
+        Whether blocks begin with different query rows.
+    ordered : bool
+        Whether the order of the additions to the sums of dq is fixed.
     vector_bytes, out_vector_bytes : int
         Width of loads and stores that the strides and addresses allow.
     exact_dims : bool
@@ -68,6 +76,9 @@ class _TileConfig:
     score : str
         Score stage of cuda_src/core/score.cuh.
     """
+
+    source: ClassVar[str] = "sm80/sm80_backward.cu"
+    kernel: ClassVar[str] = "sm80_backward"
 
     element: str
     tile_m: int
@@ -80,6 +91,10 @@ class _TileConfig:
     blocks_per_sm: int
     rolled_spans: int
     key_blocks: int
+    row_blocks: int
+    reduce_width: int
+    spread_rows: bool
+    ordered: bool
     vector_bytes: int
     out_vector_bytes: int
     exact_dims: bool
@@ -93,61 +108,16 @@ class _TileConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        raise NotImplementedError
-
-    def describe(self) -> dict[str, Any]:
-        """The fields, with the derived sizes."""
-        tile = {"tile": (self.tile_m, self.tile_n), "threads": self.threads, "shared_bytes": self.shared_bytes}
-        return tile | asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Sm80BackwardConfig(_TileConfig):
-    """Template arguments of sm80_backward.cu.
-
-    Attributes
-    ----------
-    row_blocks : int
-        Blocks of 16 rows in one step of the rolled loop over query rows of the products for dk and dv.
-    accumulate_dq : bool
-        Whether dq is computed too, by atomic additions to its sums.
-    reduce_width : int
-        Numbers in one atomic addition: 4 from sm_90 on, else 1.
-    spread_rows : bool
-        Whether blocks begin with different query rows.
-    """
-
-    source: ClassVar[str] = "sm80/sm80_backward.cu"
-    kernel: ClassVar[str] = "sm80_backward"
-
-    row_blocks: int
-    accumulate_dq: bool
-    reduce_width: int
-    spread_rows: bool
-
-    @property
-    def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: sK, sV, the ring of sQ and sdO, sP, sdS and the row statistics."""
         keys = self.tile_n * (self.tile_d + self.tile_dv)
         queries = self.stages * self.tile_m * (self.tile_d + self.tile_dv)
         buffers, row_stages = (2, 3) if self.stages == 3 else (1, 1)
         return 2 * (keys + queries + 2 * buffers * self.tile_m * self.tile_n) + 8 * row_stages * self.tile_m
 
-
-@dataclass(frozen=True, slots=True)
-class Sm80BackwardQueryConfig(_TileConfig):
-    """Template arguments of sm80_backward_query.cu."""
-
-    source: ClassVar[str] = "sm80/sm80_backward_query.cu"
-    kernel: ClassVar[str] = "sm80_backward_query"
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: sQ, sdO, the ring of sK and sV, sdS and the row statistics."""
-        queries = self.tile_m * (self.tile_d + self.tile_dv)
-        keys = self.stages * self.tile_n * (self.tile_d + self.tile_dv)
-        return 2 * (queries + keys + self.tile_m * self.tile_n) + 8 * self.tile_m
+    def describe(self) -> dict[str, Any]:
+        """The fields, with the derived sizes."""
+        tile = {"tile": (self.tile_m, self.tile_n), "threads": self.threads, "shared_bytes": self.shared_bytes}
+        return tile | asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +157,6 @@ class Sm80BackwardPrepareConfig(_RowsConfig):
         Width of loads that the strides and addresses of out and dout allow.
     exact_dims : bool
         Whether head_dim_v fills its tile.
-    accumulate_dq : bool
-        Whether there are sums of dq, to be set to 0.
     """
 
     source: ClassVar[str] = "sm80/sm80_backward_prepare.cu"
@@ -197,7 +165,6 @@ class Sm80BackwardPrepareConfig(_RowsConfig):
     tile_dv: int
     vector_bytes: int
     exact_dims: bool
-    accumulate_dq: bool
 
     @property
     def shared_bytes(self) -> int:
@@ -257,6 +224,7 @@ _TILES = (
     _Tile(64, 128, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=2),
     _Tile(64, 128, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
     _Tile(64, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
+    _Tile(128, 64, 128, warps=8, warps_n=4, stages=3, blocks_per_sm=1, rolled_spans=1),
     _Tile(128, 64, 128, warps=8, warps_n=4, stages=2, blocks_per_sm=1, rolled_spans=1),
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=2, rolled_spans=1),
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2, rolled_spans=1),
@@ -266,16 +234,6 @@ _TILES = (
     _Tile(256, 32, 32, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
 )
 
-_QUERY_TILES = (
-    _Tile(64, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=2),
-    _Tile(64, 128, 64, warps=4, warps_n=1, stages=2, blocks_per_sm=1),
-    _Tile(128, 128, 32, warps=4, warps_n=1, stages=2, blocks_per_sm=2, rolled_spans=1, key_blocks=2),
-    _Tile(128, 128, 32, warps=4, warps_n=1, stages=1, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
-    _Tile(256, 128, 32, warps=8, warps_n=1, stages=2, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
-    _Tile(256, 64, 32, warps=4, warps_n=1, stages=2, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
-    _Tile(256, 32, 32, warps=2, warps_n=1, stages=1, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
-)
-
 
 def padded_rows(problem: Problem) -> int:
     """Rows of a head in the workspace."""
@@ -283,15 +241,19 @@ def padded_rows(problem: Problem) -> int:
 
 
 def workspace_shapes(problem: Problem, deterministic: bool) -> dict[str, tuple[int, ...]]:
-    """Shapes of the float32 arrays that a backward pass needs besides its results, contiguous, with no initial value.
+    """Shapes of the arrays of 4-byte words that a backward pass needs besides its results.
 
-    ``delta`` is (batch, heads_q, padded_rows); ``dq_sum``, (batch, heads_q, padded_rows, tile_d), is absent from the
-    deterministic pass.
+    They are contiguous and start with any value: ``delta`` (batch, heads_q, padded_rows) and ``dq_sum``
+    (batch, heads_q, padded_rows, tile_d) of float32; in the deterministic pass also ``turns``
+    (batch, heads_q, padded_rows / 32) of uint32.
     """
-    rows = (problem.batch, problem.heads_q, padded_rows(problem))
-    shapes: dict[str, tuple[int, ...]] = {"delta": rows}
-    if not deterministic:
-        shapes["dq_sum"] = (*rows, round_up(problem.head_dim, 32))
+    heads, rows = (problem.batch, problem.heads_q), padded_rows(problem)
+    shapes: dict[str, tuple[int, ...]] = {
+        "delta": (*heads, rows),
+        "dq_sum": (*heads, rows, round_up(problem.head_dim, 32)),
+    }
+    if deterministic:
+        shapes["turns"] = (*heads, rows // TURN_ROWS)
     return shapes
 
 
@@ -299,27 +261,42 @@ def _reduce_width(device: DeviceInfo) -> int:
     return 4 if device.compute_capability >= (9, 0) else 1
 
 
-def _fields(tile: _Tile, problem: Problem, operands: BackwardOperands, outputs: tuple[Operand, ...]) -> dict[str, Any]:
+def _config(tile: _Tile, problem: Problem, operands: BackwardOperands, **mode: Any) -> Sm80BackwardConfig:
     tile_d, tile_dv = round_up(problem.head_dim, 32), round_up(problem.head_dim_v, 32)
     fields = asdict(tile)
-    del fields["max_dim"], fields["row_blocks"]
+    del fields["max_dim"]
     if tile_d % 64 or tile_dv % 64:
         fields["warps_n"] = min(tile.warps_n, 2)
-    return {
-        "element": problem.dtype,
-        "tile_d": tile_d,
-        "tile_dv": tile_dv,
-        "vector_bytes": min(x.alignment for x in (operands.q, operands.k, operands.v, operands.dout)),
-        "out_vector_bytes": min(x.store_bytes for x in outputs),
-        "exact_dims": (problem.head_dim, problem.head_dim_v) == (tile_d, tile_dv),
-        "has_band": problem.has_band,
-        "score": score_stage(problem),
+    return Sm80BackwardConfig(
+        element=problem.dtype,
+        tile_d=tile_d,
+        tile_dv=tile_dv,
+        vector_bytes=min(x.alignment for x in (operands.q, operands.k, operands.v, operands.dout)),
+        out_vector_bytes=min(x.store_bytes for x in (operands.dk, operands.dv)),
+        exact_dims=(problem.head_dim, problem.head_dim_v) == (tile_d, tile_dv),
+        has_band=problem.has_band,
+        score=score_stage(problem),
+        spread_rows=False,
         **fields,
-    }
+        **mode,
+    )
 
 
-def _choose(candidates: list[Any], device: DeviceInfo) -> Any:
-    config = first_that_fits(candidates, device)
+def backward_config(
+    problem: Problem, operands: BackwardOperands, device: DeviceInfo, *, deterministic: bool = False
+) -> Sm80BackwardConfig:
+    """The Config of the kernel that computes dk, dv and the sums of dq.
+
+    Raises
+    ------
+    ValueError
+        When no tile fits the device's shared memory.
+    """
+    largest = max(problem.head_dim, problem.head_dim_v)
+    size = min(tile.max_dim for tile in _TILES if largest <= tile.max_dim)
+    mode = {"ordered": deterministic, "reduce_width": _reduce_width(device)}
+    candidates = [_config(tile, problem, operands, **mode) for tile in _TILES if tile.max_dim == size]
+    config: Sm80BackwardConfig | None = first_that_fits(candidates, device)
     if config is None:
         smallest = min(config.shared_bytes for config in candidates)
         raise ValueError(
@@ -329,56 +306,7 @@ def _choose(candidates: list[Any], device: DeviceInfo) -> Any:
     return config
 
 
-def _tiles_for(table: tuple[_Tile, ...], problem: Problem) -> list[_Tile]:
-    largest = max(problem.head_dim, problem.head_dim_v)
-    size = min(tile.max_dim for tile in table if largest <= tile.max_dim)
-    return [tile for tile in table if tile.max_dim == size]
-
-
-def backward_config(
-    problem: Problem, operands: BackwardOperands, device: DeviceInfo, *, deterministic: bool = False
-) -> Sm80BackwardConfig:
-    """The Config of the kernel that computes dk and dv, and unless deterministic the sums of dq.
-
-    Raises
-    ------
-    ValueError
-        When no tile fits the device's shared memory.
-    """
-    own: dict[str, Any] = {
-        "accumulate_dq": not deterministic,
-        "reduce_width": 1 if deterministic else _reduce_width(device),
-        "spread_rows": False,
-    }
-    candidates = [
-        Sm80BackwardConfig(
-            **_fields(tile, problem, operands, (operands.dk, operands.dv)), row_blocks=tile.row_blocks, **own
-        )
-        for tile in _tiles_for(_TILES, problem)
-    ]
-    chosen: Sm80BackwardConfig = _choose(candidates, device)
-    return chosen
-
-
-def query_config(problem: Problem, operands: BackwardOperands, device: DeviceInfo) -> Sm80BackwardQueryConfig:
-    """The Config of the kernel that computes dq in the deterministic pass.
-
-    Raises
-    ------
-    ValueError
-        When no tile fits the device's shared memory.
-    """
-    candidates = [
-        Sm80BackwardQueryConfig(**_fields(tile, problem, operands, (operands.dq,)))
-        for tile in _tiles_for(_QUERY_TILES, problem)
-    ]
-    chosen: Sm80BackwardQueryConfig = _choose(candidates, device)
-    return chosen
-
-
-def prepare_config(
-    problem: Problem, operands: BackwardOperands, *, deterministic: bool = False
-) -> Sm80BackwardPrepareConfig:
+def prepare_config(problem: Problem, operands: BackwardOperands) -> Sm80BackwardPrepareConfig:
     """The Config of the kernel that runs first."""
     tile_dv = round_up(problem.head_dim_v, 32)
     return Sm80BackwardPrepareConfig(
@@ -389,12 +317,11 @@ def prepare_config(
         tile_dv=tile_dv,
         vector_bytes=min(operands.out.alignment, operands.dout.alignment),
         exact_dims=problem.head_dim_v == tile_dv,
-        accumulate_dq=not deterministic,
     )
 
 
 def finish_config(problem: Problem, operands: BackwardOperands, device: DeviceInfo) -> Sm80BackwardFinishConfig:
-    """The Config of the kernel that runs last, unless deterministic."""
+    """The Config of the kernel that runs last."""
     tile_d = round_up(problem.head_dim, 32)
     return Sm80BackwardFinishConfig(
         element=problem.dtype,
@@ -411,19 +338,18 @@ def configs(
     problem: Problem, operands: BackwardOperands, device: DeviceInfo, *, deterministic: bool = False
 ) -> tuple[Any, ...]:
     """The Configs of a whole backward pass in the order of their launches."""
-    first = prepare_config(problem, operands, deterministic=deterministic)
-    keys = backward_config(problem, operands, device, deterministic=deterministic)
-    if deterministic:
-        return first, keys, query_config(problem, operands, device)
-    return first, keys, finish_config(problem, operands, device)
+    return (
+        prepare_config(problem, operands),
+        backward_config(problem, operands, device, deterministic=deterministic),
+        finish_config(problem, operands, device),
+    )
 
 
 def grid(config: Any, problem: Problem) -> tuple[int, int, int]:
     """Blocks of one of the kernels: (tiles, heads, batch). Only the first axis holds more than 65535."""
     if isinstance(config, Sm80BackwardConfig):
         return -(-problem.seqlen_k // config.tile_n), problem.heads_kv, problem.batch
-    rows = problem.seqlen_q if isinstance(config, Sm80BackwardQueryConfig) else padded_rows(problem)
-    return -(-rows // config.tile_m), problem.heads_q, problem.batch
+    return -(-padded_rows(problem) // config.tile_m), problem.heads_q, problem.batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,7 +413,7 @@ class Sm80Backward(CudaVariant):
         return {"arch": arch, "registers": registers, **total, "from_cache": all(x["from_cache"] for x in reports)}
 
     def workspace_bytes(self, problem: BackwardProblem, device: DeviceInfo, config: Sm80BackwardPass) -> int:
-        """Row sums, and the float32 sums of dq unless deterministic."""
+        """Row sums, the float32 sums of dq and, if deterministic, whose turn it is to add to them."""
         return sum(size for _, size in config.workspace)
 
     def launcher(
@@ -528,7 +454,6 @@ class Sm80BackwardLaunch:
                 (o.dout, o.dq, o.dk, o.dv),
                 score_stage(p),
                 padded_rows(p),
-                blocks[0],
             )
             self._kernels.append(
                 BackwardLaunch(loaded, device.index, params, blocks, kernel.threads, kernel.shared_bytes)
@@ -558,7 +483,7 @@ class Sm80BackwardLaunch:
         for name, size in self._workspace:
             at[name] = workspace
             workspace += size
-        pointers = (q, k, v, out, lse, dout, dlse, dq, dk, dv, at["delta"], at.get("dq_sum", 0))
+        pointers = (q, k, v, out, lse, dout, dlse, dq, dk, dv, at["delta"], at["dq_sum"], at.get("turns", 0))
         for start in range(0, self._batch, MAX_GRID_YZ):
             moved = [x + start * step if x else 0 for x, step in zip(pointers, self._steps, strict=True)]
             for kernel in self._kernels:
@@ -572,7 +497,7 @@ def ci_configs() -> Iterator[tuple[Any, str, tuple[str, ...]]]:
         operands, device = BackwardOperands(*[Operand((0, 0, 0), alignment)] * 8), known_device(arch)
         found = list(configs(problem, operands, device))
         if arch in ("sm_80", "sm_90"):
-            found += configs(problem, operands, device, deterministic=True)
+            found.append(backward_config(problem, operands, device, deterministic=True))
         for config in found:
             if (config, arch) not in seen:
                 seen.add((config, arch))
@@ -584,6 +509,4 @@ def _expected(config: Any, alignment: int) -> tuple[str, ...]:
     if isinstance(config, Sm80BackwardPrepareConfig | Sm80BackwardFinishConfig):
         return ("STG",)
     opcodes: tuple[str, ...] = ("HMMA", "LDSM") if alignment == 2 else ("HMMA", "LDSM", "LDGSTS")
-    if isinstance(config, Sm80BackwardConfig) and config.accumulate_dq:
-        opcodes += ("REDG",) if config.reduce_width == 4 else ("RED",)
-    return opcodes
+    return (*opcodes, "REDG" if config.reduce_width == 4 else "RED")

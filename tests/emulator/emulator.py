@@ -127,7 +127,7 @@ def sm90_forward(config: Any, problem: Problem, operands: Operands, pointers: tu
 def sm80_backward(
     problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo, pointers: dict[str, int], way: Way
 ) -> None:
-    """All launches of a backward pass; `pointers` has every array, and delta and dq_sum of the workspace."""
+    """All launches of a backward pass; `pointers` has every array, those of the workspace too."""
     module = sm80_backward_variant
     o, p = operands, pointers
     for config in module.configs(problem, operands, device, deterministic=problem.deterministic):
@@ -138,9 +138,8 @@ def sm80_backward(
             (o.dout, o.dq, o.dk, o.dv),
             score_stage(problem),
             module.padded_rows(problem),
-            x,
         )
-        names = ("dout", "dlse", "dq", "dk", "dv", "delta", "dq_sum")
+        names = ("dout", "dlse", "dq", "dk", "dv", "delta", "dq_sum", "turns")
         head = POINTERS.pack(*(p[name] for name in ("q", "k", "v", "out", "lse")))
         tail = BACKWARD_POINTERS.pack(*(p[name] for name in names))
         at = FORWARD_PARAMS_BYTES
