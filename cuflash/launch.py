@@ -25,9 +25,9 @@ _REST = struct.Struct("12q9i3f")
 FORWARD_PARAMS_BYTES = POINTERS.size + _REST.size
 
 # struct BackwardParams: a ForwardParams, then eight pointers (dout, dlse, dq, dk, dv, delta, dq_sum, turns), then
-#   int64 dout_batch, dout_row, dout_head, dq_..., dk_..., dv_...;  int padded_rows;  float gradient_scale
+#   int64 dout_batch, dout_row, dout_head, dq_..., dk_..., dv_...;  int padded_rows;  float gradient_scale;  int section
 BACKWARD_POINTERS = struct.Struct("8Q")
-_BACKWARD_REST = struct.Struct("12qif")
+_BACKWARD_REST = struct.Struct("12qifi4x")
 BACKWARD_PARAMS_BYTES = FORWARD_PARAMS_BYTES + BACKWARD_POINTERS.size + _BACKWARD_REST.size
 
 MAX_GRID_YZ = 65535  # blocks along y and z of a CUDA grid
@@ -56,6 +56,7 @@ def backward_params(
     gradients: tuple[Operand, Operand, Operand, Operand],
     score: str,
     padded_rows: int,
+    section: int = 1,
 ) -> bytes:
     """The whole of BackwardParams with null pointers; those of the forward come first, at byte 0.
 
@@ -70,10 +71,12 @@ def backward_params(
         Score stage of cuda_src/core/score.cuh.
     padded_rows : int
         Rows of a head in the workspace.
+    section : int
+        Heads whose key tiles mingle in a pass whose blocks take turns.
     """
     forward = forward_params(problem, operands, 0, score)
     strides = [step * problem.itemsize for x in gradients for step in x.strides]
-    rest = _BACKWARD_REST.pack(*strides, padded_rows, problem.scale)
+    rest = _BACKWARD_REST.pack(*strides, padded_rows, problem.scale, section)
     return bytes(POINTERS.size) + forward + bytes(BACKWARD_POINTERS.size) + rest
 
 
@@ -121,16 +124,15 @@ class KernelLaunch:
 
     def _enqueue(self, x: int, y: int, z: int, stream: int) -> None:
         """Launch a grid; the caller holds the lock and has filled in the struct."""
-        block = (self._threads, 1, 1)
-        arguments = (self._function, x, y, z, *block, self._shared_bytes, stream, self._arguments_address, 0)
+        shared, at = self._shared_bytes, self._arguments_address
         try:
-            self._launch(*arguments)
+            self._launch(self._function, x, y, z, self._threads, 1, 1, shared, stream, at, 0)
         except self._error as error:
             if getattr(error, "status", None) != _INVALID_CONTEXT:
                 raise self._failure(error) from error
             self._bind_context()  # a thread that has not used CUDA yet
             try:
-                self._launch(*arguments)
+                self._launch(self._function, x, y, z, self._threads, 1, 1, shared, stream, at, 0)
             except self._error as second:
                 raise self._failure(second) from second
 
@@ -196,27 +198,13 @@ class BackwardLaunch(KernelLaunch):
         As in :class:`KernelLaunch`.
     params : bytes
         From :func:`backward_params`.
-    grid : tuple of int
-        (tiles, heads, batch entries).
     """
 
     NAMES = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "delta", "dq_sum", "turns")  # the pointers
 
-    def __init__(
-        self,
-        kernel: LoadedKernel,
-        device: int,
-        params: bytes,
-        grid: tuple[int, int, int],
-        threads: int,
-        shared_bytes: int,
-    ) -> None:
-        super().__init__(kernel, device, params, threads, shared_bytes)
-        self._grid = grid
-
-    def __call__(self, pointers: Sequence[int], batch: int, stream: int) -> None:
-        """Enqueue for `batch` entries; `pointers` in the order of ``NAMES``."""
+    def __call__(self, pointers: Sequence[int], grid: tuple[int, int, int], stream: int) -> None:
+        """Enqueue a grid; `pointers` in the order of ``NAMES``."""
         with self._lock:
             POINTERS.pack_into(self._struct, 0, *pointers[:5])
             BACKWARD_POINTERS.pack_into(self._struct, FORWARD_PARAMS_BYTES, *pointers[5:])
-            self._enqueue(self._grid[0], self._grid[1], batch, stream)
+            self._enqueue(*grid, stream)

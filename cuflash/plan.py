@@ -323,10 +323,7 @@ class CudaPlan(_Outputs):
     def run(self, q: Any, k: Any, v: Any, out: Any, addresses: tuple[int, int, int, int]) -> Any:
         if self.current_device() != self.index:
             with self.adapter.device(self.index):
-                return self._enqueue(q, k, v, out, addresses)
-        return self._enqueue(q, k, v, out, addresses)
-
-    def _enqueue(self, q: Any, k: Any, v: Any, out: Any, addresses: tuple[int, int, int, int]) -> Any:
+                return self.run(q, k, v, out, addresses)
         at_q, at_k, at_v, at_out = addresses
         result = out
         if out is None:

@@ -133,9 +133,10 @@ def test_order_of_the_launches():
 def test_grids_cover_keys_and_rows():
     p = problem(m=300, n=1000, hq=8, hkv=2, b=3)
     first, main, last = configs(p, layouts(), known_device("sm_90"))
-    assert grid(main, p) == (-(-1000 // main.tile_n), 2, 3)
+    assert grid(main, p, 3) == (-(-1000 // main.tile_n), 2, 3)
+    assert grid(replace(main, ordered=True), p, 3) == (-(-1000 // main.tile_n) * 2 * 3, 1, 1)
     for config in (first, last):
-        tiles, heads, batch = grid(config, p)
+        tiles, heads, batch = grid(config, p, 3)
         assert (tiles * config.tile_m, heads, batch) == (padded_rows(p), 8, 3)
 
 
@@ -181,12 +182,12 @@ class BackwardParams(ctypes.Structure):
         + [(name, ctypes.c_float) for name in ("score_scale", "softcap", "exp2_scale")]
         + [(name, ctypes.c_uint64) for name in POINTERS[5:]]
         + [(name, ctypes.c_int64) for name in STEPS]
-        + [("padded_rows", ctypes.c_int32), ("gradient_scale", ctypes.c_float)]
+        + [("padded_rows", ctypes.c_int32), ("gradient_scale", ctypes.c_float), ("section", ctypes.c_int32)]
     )
 
 
 def test_struct_is_that_of_the_kernels():
-    assert launch.BACKWARD_PARAMS_BYTES == ctypes.sizeof(BackwardParams) == launch.FORWARD_PARAMS_BYTES + 168
+    assert launch.BACKWARD_PARAMS_BYTES == ctypes.sizeof(BackwardParams) == launch.FORWARD_PARAMS_BYTES + 176
     source = (jit.source_root() / "core" / "params.cuh").read_text()
     kinds = {
         "const void*": 8,
@@ -211,7 +212,7 @@ def test_parameters():
     p = problem(d=80, dv=48, m=100, n=300, hq=6, hkv=2, scale=0.5, softcap=4.0, causal=True)
     q, k, v, out = (Operand((10 * i, 10 * i + 1, 10 * i + 2), 2) for i in range(4))
     gradients = tuple(Operand((2**40 + i, 200 * i + 1, 200 * i + 2), 2) for i in range(4))
-    raw = launch.backward_params(p, Operands(q, k, v, out), gradients, "score_softcap", 128)
+    raw = launch.backward_params(p, Operands(q, k, v, out), gradients, "score_softcap", 128, 7)
     assert len(raw) == launch.BACKWARD_PARAMS_BYTES
     got = BackwardParams.from_buffer_copy(raw)
     assert [getattr(got, name) for name in POINTERS] == [0] * len(POINTERS)
@@ -219,7 +220,7 @@ def test_parameters():
     assert [getattr(got, name) for name in INTS] == [100, 300, 6, 3, 80, 48, -100, 200, 0]
     assert (got.score_scale, got.softcap, got.exp2_scale) == (0.125, 4.0, np.float32(np.log2(np.e)))
     assert [getattr(got, name) for name in STEPS] == [2 * s for x in gradients for s in x.strides]
-    assert (got.padded_rows, got.gradient_scale) == (128, 0.5)
+    assert (got.padded_rows, got.gradient_scale, got.section) == (128, 0.5, 7)
 
 
 def test_the_scale_of_the_gradients_does_not_depend_on_the_score_stage():

@@ -43,6 +43,7 @@ struct BackwardParams : ForwardParams {
   int64 dv_batch, dv_row, dv_head;
   int padded_rows;       // seqlen_q rounded up to the rows that the workspace is made for
   float gradient_scale;  // what turns dS^T Q into dK and dS K into dQ
+  int section;           // see KeyTileCoordinate::in_turn
 };
 
 }  // namespace cuflash

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/params.cuh"
+#include "ptx/elect.cuh"
 
 namespace cuflash {
 
@@ -21,15 +22,38 @@ struct TileCoordinate {
   }
 };
 
-// The key tile, key/value head and batch entry of a block whose grid is (key tiles, heads_kv, batch). Under a causal
-// mask the first key tile is seen by the most queries, and goes first; or with LastFirst it goes last.
-struct KeyTileCoordinate {
-  int key_tile, head, batch;
+// One of `tiles` tiles of each of `pairs` (batch, head) pairs, by a single index: section after section of the pairs,
+// and in a section of more than one the first tiles of all its pairs come first.
+struct SectionCoordinate {
+  int tile, pair;
 
-  template <bool LastFirst>
+  static __device__ __forceinline__ SectionCoordinate make(int index, int tiles, int pairs, int section) {
+    const int section_tiles = section * tiles;
+    const int first = index / section_tiles * section;
+    const int size = min(section, pairs - first);
+    const int rest = index - first * tiles;
+    return {rest / size, first + rest % size};
+  }
+};
+
+// The key tile, key/value head and batch entry of a block, and how many blocks of the same head come before it.
+struct KeyTileCoordinate {
+  int key_tile, head, batch, before;
+
+  // Of a grid (key tiles, heads_kv, batch). Under a causal mask the first key tile is seen by the most queries, and
+  // goes first.
   static __device__ __forceinline__ KeyTileCoordinate of_block() {
-    const int tile = LastFirst ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    return {tile, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
+    const int tile = blockIdx.x;
+    return {tile, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z), tile};
+  }
+
+  // Of a grid of one dimension, for blocks that take turns in what they do for a head: from its last key tile to the
+  // first, and with those of other heads in between, so that few of one head run at a time and wait for each other.
+  static __device__ __forceinline__ KeyTileCoordinate in_turn(const BackwardParams& p, int tiles) {
+    const auto c = SectionCoordinate::make(blockIdx.x, tiles, gridDim.x / tiles, p.section);
+    const int heads = p.heads_q / p.group;
+    return {in_uniform_register(tiles - 1 - c.tile), in_uniform_register(c.pair % heads),
+            in_uniform_register(c.pair / heads), in_uniform_register(c.tile)};
   }
 };
 

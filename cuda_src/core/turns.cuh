@@ -20,13 +20,13 @@ struct Turn {
   }
 
   // By every thread that will add.
-  __device__ __forceinline__ void wait(unsigned blocks_before) const {
-    while (load_acquire(word) != blocks_before) {
+  __device__ __forceinline__ void wait(unsigned before) const {
+    while (load_acquire(word) != before) {
     }
   }
 
   // By one thread, after a barrier behind all additions of its block.
-  __device__ __forceinline__ void pass(unsigned blocks_before) const { store_release(word, blocks_before + 1); }
+  __device__ __forceinline__ void pass(unsigned before) const { store_release(word, before + 1); }
 };
 
 }  // namespace cuflash

@@ -213,13 +213,18 @@ struct Block {
   __device__ __forceinline__ Block(const BackwardParams& params, unsigned shared)
       : p(params),
         s{shared},
-        c(KeyTileCoordinate::of_block<Config::ordered>()),
+        c(coordinate(params)),
         first_key(c.key_tile * Shape::tile_n),
         tiles(of_keys(first_key)),
         tiles_before(of_keys(first_key + Shape::tile_n)) {
     end_head = tiles.first < tiles.last ? (c.head + 1) * p.group : 0;
     // Blocks that start together with the same rows would add to the same sums of dQ, at the same time.
     start = tiles.first + (Config::spread_rows && end_head ? c.key_tile % (tiles.last - tiles.first) : 0);
+  }
+
+  static __device__ __forceinline__ KeyTileCoordinate coordinate(const BackwardParams& p) {
+    if constexpr (!Config::ordered) return KeyTileCoordinate::of_block();
+    return KeyTileCoordinate::in_turn(p, (p.seqlen_k + Shape::tile_n - 1) / Shape::tile_n);
   }
 
   // The query tiles that see the key tile that begins at a key; none past the last key.
@@ -265,13 +270,13 @@ struct Block {
 
   __device__ __forceinline__ void add_query_gradient(const QueryStep& step, bool visible_only) const {
     cuflash::add_query_gradient(p, c.batch, step, s, first_key, visible_only, [&] {
-      if (Config::ordered && tiles_before.contains(step.tile)) turn(step).wait(blockIdx.x);
+      if (Config::ordered && tiles_before.contains(step.tile)) turn(step).wait(c.before);
     });
   }
 
   // Behind a barrier after the step's additions. Later is better: one thread waits until they have all arrived.
   __device__ __forceinline__ void pass_turn(const QueryStep& step) const {
-    if (Config::ordered && step.head >= 0 && rematerialized_thread() == 0) turn(step).pass(blockIdx.x);
+    if (Config::ordered && step.head >= 0 && rematerialized_thread() == 0) turn(step).pass(c.before);
   }
 
   __device__ __forceinline__ void pass_last_turn(const QueryStep& step) const {

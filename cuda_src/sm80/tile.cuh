@@ -62,6 +62,8 @@ struct TileLoader {
   static constexpr int passes = (Rows + rows_per_pass - 1) / rows_per_pass;
   static constexpr bool all_threads = rows_per_pass * Layout::chunks == Threads;
   static constexpr bool whole_passes = Rows % rows_per_pass == 0;
+  // Whether the bits of a row within its pass and those of the pass are apart: then so are their parts of the swizzle.
+  static constexpr bool bits_apart = all_threads && (rows_per_pass & (rows_per_pass - 1)) == 0;
 
   int row, chunk;
   int valid_bytes;  // of this thread's chunk that lie inside head_dim
@@ -77,18 +79,25 @@ struct TileLoader {
     return (all_threads || row < rows_per_pass) && (whole_passes || row + pass * rows_per_pass < Rows);
   }
 
+  // Where this thread's chunk of a pass is in a tile; `first` is that of pass 0.
+  __device__ __forceinline__ unsigned target(unsigned sTile, unsigned first, int pass) const {
+    const int rows = pass * rows_per_pass;
+    if constexpr (!bits_apart) return sTile + Layout::offset(row + rows, chunk);
+    return (first ^ (Layout::swizzle(rows) << 4)) + rows * Layout::row_bytes;
+  }
+
   // Loads rows [0, rows_left) of the tile at gTile and zero-fills the others; CheckRows = false when all rows exist.
   // Unroll passes at a time: those that go through registers hold all of them at once.
   template <bool CheckRows, int Unroll = passes>
   __device__ __forceinline__ void load(unsigned sTile, const char* gTile, int64 row_stride, int rows_left) const {
     const char* source = gTile + row * row_stride + 16 * chunk;
+    const unsigned first = sTile + Layout::offset(row, chunk);
 #pragma unroll(Unroll)
     for (int pass = 0; pass < passes; ++pass) {
-      const int r = row + pass * rows_per_pass;
-      const unsigned target = sTile + Layout::offset(r, chunk);
       if (active(pass)) {
-        const bool inside = !CheckRows || r < rows_left;
-        copy_chunk(target, inside ? source : gTile, inside ? valid_bytes : 0, !CheckRows && ExactDim);
+        // Of a source with 0 valid bytes nothing is read, wherever it points.
+        const bool inside = !CheckRows || row + pass * rows_per_pass < rows_left;
+        copy_chunk(target(sTile, first, pass), source, inside ? valid_bytes : 0, !CheckRows && ExactDim);
       }
       source += rows_per_pass * row_stride;
     }

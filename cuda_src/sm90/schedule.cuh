@@ -20,12 +20,8 @@ struct WorkList {
   template <bool LongestFirst>
   __device__ __forceinline__ TileCoordinate coordinate(const ForwardParams& p, int index) const {
     if (index >= tiles) return {-1, 0, 0};
-    const int section_tiles = section * p.query_tiles;
-    const int first = index / section_tiles * section;
-    const int size = min(section, tiles / p.query_tiles - first);
-    const int rest = index - first * p.query_tiles;
-    const int tile = rest / size, pair = first + rest % size;
-    return {LongestFirst ? p.query_tiles - 1 - tile : tile, pair % p.heads_q, pair / p.heads_q};
+    const auto c = SectionCoordinate::make(index, p.query_tiles, tiles / p.query_tiles, section);
+    return {LongestFirst ? p.query_tiles - 1 - c.tile : c.tile, c.pair % p.heads_q, c.pair / p.heads_q};
   }
 
   // By one thread: the index after `index`. Where tiles take unequally long, whichever block is free takes the next.

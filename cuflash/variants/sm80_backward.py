@@ -345,11 +345,23 @@ def configs(
     )
 
 
-def grid(config: Any, problem: Problem) -> tuple[int, int, int]:
-    """Blocks of one of the kernels: (tiles, heads, batch). Only the first axis holds more than 65535."""
-    if isinstance(config, Sm80BackwardConfig):
-        return -(-problem.seqlen_k // config.tile_n), problem.heads_kv, problem.batch
-    return -(-padded_rows(problem) // config.tile_m), problem.heads_q, problem.batch
+def grid(config: Any, problem: Problem, batch: int) -> tuple[int, int, int]:
+    """Blocks of one of the kernels for `batch` entries: (tiles, heads, batch), of which only the first may pass 65535.
+
+    Blocks that take turns are numbered by the kernel itself: their grid has one dimension.
+    """
+    if not isinstance(config, Sm80BackwardConfig):
+        return -(-padded_rows(problem) // config.tile_m), problem.heads_q, batch
+    tiles = -(-problem.seqlen_k // config.tile_n)
+    return (tiles * problem.heads_kv * batch, 1, 1) if config.ordered else (tiles, problem.heads_kv, batch)
+
+
+def section(config: Any, device: DeviceInfo) -> int:
+    """Heads whose key tiles mingle where blocks take turns: three blocks of a head run at a time.
+
+    With more the first of them would wait for their turns, with fewer each would read its query rows alone.
+    """
+    return max(1, device.multiprocessors * config.blocks_per_sm // 3) if isinstance(config, Sm80BackwardConfig) else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,8 +456,7 @@ class Sm80BackwardLaunch:
         self._workspace = config.workspace
         self._kernels = []
         for kernel in config.kernels:
-            blocks = grid(kernel, p)
-            if 0 in blocks:  # no rows, or no keys
+            if 0 in grid(kernel, p, p.batch):  # no rows, or no keys
                 continue
             loaded = jit.load(kernel, device.index, arch=arch, dynamic_shared_bytes=kernel.shared_bytes)
             params = backward_params(
@@ -454,10 +465,11 @@ class Sm80BackwardLaunch:
                 (o.dout, o.dq, o.dk, o.dv),
                 score_stage(p),
                 padded_rows(p),
+                section(kernel, device),
             )
-            self._kernels.append(
-                BackwardLaunch(loaded, device.index, params, blocks, kernel.threads, kernel.shared_bytes)
-            )
+            launch = BackwardLaunch(loaded, device.index, params, kernel.threads, kernel.shared_bytes)
+            pieces = [(i, min(MAX_GRID_YZ, p.batch - i)) for i in range(0, p.batch, MAX_GRID_YZ)]
+            self._kernels.append((launch, {start: grid(kernel, p, count) for start, count in pieces}))
         rows = 4 * p.heads_q * p.seqlen_q
         step = {name: getattr(o, name).strides[0] * p.itemsize for name in o.__slots__}
         step |= {"lse": rows, "dlse": rows} | {name: size // max(p.batch, 1) for name, size in config.workspace}
@@ -486,8 +498,8 @@ class Sm80BackwardLaunch:
         pointers = (q, k, v, out, lse, dout, dlse, dq, dk, dv, at["delta"], at["dq_sum"], at.get("turns", 0))
         for start in range(0, self._batch, MAX_GRID_YZ):
             moved = [x + start * step if x else 0 for x, step in zip(pointers, self._steps, strict=True)]
-            for kernel in self._kernels:
-                kernel(moved, min(MAX_GRID_YZ, self._batch - start), stream)
+            for launch, grids in self._kernels:
+                launch(moved, grids[start], stream)
 
 
 def ci_configs() -> Iterator[tuple[Any, str, tuple[str, ...]]]:

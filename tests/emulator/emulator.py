@@ -131,17 +131,17 @@ def sm80_backward(
     module = sm80_backward_variant
     o, p = operands, pointers
     for config in module.configs(problem, operands, device, deterministic=problem.deterministic):
-        x, y, z = module.grid(config, problem)
         params = backward_params(
             problem,
             Operands(o.q, o.k, o.v, o.out),
             (o.dout, o.dq, o.dk, o.dv),
             score_stage(problem),
             module.padded_rows(problem),
+            1 + way.seed % 3,
         )
         names = ("dout", "dlse", "dq", "dk", "dv", "delta", "dq_sum", "turns")
         head = POINTERS.pack(*(p[name] for name in ("q", "k", "v", "out", "lse")))
         tail = BACKWARD_POINTERS.pack(*(p[name] for name in names))
         at = FORWARD_PARAMS_BYTES
         packed = head + params[POINTERS.size : at] + tail + params[at + BACKWARD_POINTERS.size :]
-        run(config, packed, (x, y, z), config.shared_bytes, way)
+        run(config, packed, module.grid(config, problem, problem.batch), config.shared_bytes, way)
