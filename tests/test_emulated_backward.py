@@ -82,27 +82,34 @@ def test_tiles_of_smaller_gpus(arch, d):
     check_backward(differentiate(*arrays, Way(3, True), arch=arch), *arrays)
 
 
+# Half of the warps half a step ahead of the others; rows of S that belong to one warp.
+OVERLAPPING = {"warps": 8, "warps_n": 4, "score_warps_n": 4, "stages": 3, "row_blocks": 2}
+OWN_ROWS = {"warps_n": 2, "score_warps_n": 1, "stages": 2, "row_blocks": 2}
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
-    ("tile", "sizes", "options"),
+    ("tile", "fields", "sizes", "options"),
     [
-        ((64, 64), (200, 150, 64, 64), {"causal": True}),
-        ((64, 64), (90, 200, 64, 64), {"window": (40, 30)}),
-        ((64, 128), (150, 290, 128, 128), {"causal": True}),
-        ((64, 128), (1, 1, 128, 128), {}),
+        ((64, 64), OVERLAPPING, (200, 150, 64, 64), {"causal": True}),
+        ((64, 64), OVERLAPPING, (90, 200, 64, 64), {"window": (40, 30)}),
+        ((64, 128), OVERLAPPING, (150, 290, 128, 128), {"causal": True}),
+        ((64, 128), OVERLAPPING, (1, 1, 128, 128), {}),
+        ((128, 64), OWN_ROWS | {"warps": 4}, (300, 150, 64, 64), {"causal": True}),
+        ((128, 64), OWN_ROWS | {"warps": 8}, (150, 290, 64, 64), {"window": (40, 30)}),
+        ((64, 64), OWN_ROWS | {"warps": 4}, (90, 100, 64, 32), {"softcap": 3.0}),
     ],
     ids=str,
 )
-def test_overlapping_steps(tile, sizes, options, deterministic, monkeypatch):
-    """With three stages half of the warps are ahead of the others; here blocks also begin with different rows."""
+def test_ways_to_share_out_a_tile(tile, fields, sizes, options, deterministic, monkeypatch):
+    """Warps ahead of others, dS in registers; where the order is open, blocks also begin with different rows."""
     choose = sm80_backward.backward_config
 
-    def ahead(*args, **how):
-        tile_m, tile_n = tile
-        fields = {"tile_m": tile_m, "tile_n": tile_n, "warps": 8, "warps_n": 4, "stages": 3}
-        return replace(choose(*args, **how), **fields, spread_rows=not how["deterministic"])
+    def other(*args, **how):
+        changes = {"tile_m": tile[0], "tile_n": tile[1], "spread_rows": not how["deterministic"]} | fields
+        return replace(choose(*args, **how), **changes)
 
-    monkeypatch.setattr(sm80_backward, "backward_config", ahead)
+    monkeypatch.setattr(sm80_backward, "backward_config", other)
     arrays = case(*sizes, **options)
     for way in WAYS:
         check_backward(differentiate(*arrays, way, deterministic=deterministic, **options), *arrays, **options)

@@ -1,8 +1,10 @@
 // What the backward kernels share: the shape of a block, and the way from the two score products of a pair of tiles to
 // its weights P and their gradients dS (FlashAttention-2, Dao 2023, section 3.2).
 //
-// The warps of a block form one grid, (warps_m, warps_n), for every product: rows of the result by warps_m, columns by
-// warps_n. P and dS go through shared memory, since what is a column of the scores is a row of dK and dV.
+// The warps of a block form a grid for every product, rows of the result by its first number and columns by its second:
+// (score_warps_m, score_warps_n) for S, dP and dQ, (warps_m, warps_n) for dK and dV. P and dS go through shared memory,
+// since what is a column of the scores is a row of dK and dV. Where rows belong to one warp (score_warps_n = 1), its dS
+// goes from one product to the next in registers, too: that is what dQ is made of.
 #pragma once
 
 #include "core/mask.cuh"
@@ -21,11 +23,12 @@ struct Shape {
   static constexpr int tile_d = Config::tile_d, tile_dv = Config::tile_dv;
   static constexpr int threads = 32 * Config::warps;
   static constexpr int warps_n = Config::warps_n, warps_m = Config::warps / warps_n;
-  static constexpr int m_tiles = tile_m / warps_m / 16;    // 16-row fragments of a warp's part of S, dP and dQ
-  static constexpr int n_tiles = tile_n / warps_n / 8;     // 8-column fragments of its part of S and dP
-  static constexpr int key_tiles = tile_n / warps_m / 16;  // 16-row fragments of its part of dK and dV
-  static constexpr int d_tiles = tile_d / warps_n / 8;     // 8-column fragments of its part of dQ and dK
-  static constexpr int dv_tiles = tile_dv / warps_n / 8;   // the same of dV
+  static constexpr int score_warps_n = Config::score_warps_n, score_warps_m = Config::warps / score_warps_n;
+  static constexpr bool own_rows = score_warps_n == 1;         // whether a row of the scores belongs to one warp
+  static constexpr int m_tiles = tile_m / score_warps_m / 16;  // 16-row fragments of a warp's part of S, dP and dQ
+  static constexpr int n_tiles = tile_n / score_warps_n / 8;   // 8-column fragments of its part of S and dP
+  static constexpr int d_tiles = tile_d / score_warps_n / 8;   // the same of dQ
+  static constexpr int key_tiles = tile_n / warps_m / 16;      // 16-row fragments of its part of dK and dV
   static constexpr int q_bytes = 2 * tile_m * tile_d, dout_bytes = 2 * tile_m * tile_dv;
   static constexpr int k_bytes = 2 * tile_n * tile_d, v_bytes = 2 * tile_n * tile_dv;
   static constexpr int score_bytes = 2 * tile_m * tile_n;  // of P or dS
@@ -36,27 +39,32 @@ struct Shape {
   using DoutLoader = TileLoader<tile_m, tile_dv, threads, Config::vector_bytes, Config::exact_dims>;
   using KLoader = TileLoader<tile_n, tile_d, threads, Config::vector_bytes, Config::exact_dims>;
   using VLoader = TileLoader<tile_n, tile_dv, threads, Config::vector_bytes, Config::exact_dims>;
-  static_assert(m_tiles * 16 * warps_m == tile_m, "rows are blocks of 16");
-  static_assert(n_tiles % 2 == 0 && d_tiles % 2 == 0 && dv_tiles % 2 == 0, "columns are blocks of 16");
+  static_assert(m_tiles * 16 * score_warps_m == tile_m, "rows are blocks of 16");
+  static_assert(n_tiles % 2 == 0 && d_tiles % 2 == 0 && tile_dv / warps_n % 16 == 0, "columns are blocks of 16");
 };
 
 using ScoreFragments = float[Shape::m_tiles][Shape::n_tiles][4];
 using QueryGradient = float[Shape::m_tiles][Shape::d_tiles][4];
 
-// Where a warp works in the grid of warps. Made anew where it is needed: a few instructions cost less than registers
+// Where a warp works in a grid of warps. Made anew where it is needed: a few instructions cost less than registers
 // held across the loop.
+template <int WarpsN>
 struct WarpCoordinate {
   int m, n, lane;
 
   __device__ __forceinline__ WarpCoordinate() {
     const int thread = rematerialized_thread();
-    m = thread / 32 / Shape::warps_n;
-    n = thread / 32 % Shape::warps_n;
+    m = thread / 32 / WarpsN;
+    n = thread / 32 % WarpsN;
     lane = thread % 32;
   }
+};
 
-  __device__ __forceinline__ int query_row() const { return m * (Shape::tile_m / Shape::warps_m); }
-  __device__ __forceinline__ int key() const { return n * (Shape::tile_n / Shape::warps_n); }
+using KeyWarp = WarpCoordinate<Shape::warps_n>;  // of dK and dV
+
+struct ScoreWarp : WarpCoordinate<Shape::score_warps_n> {  // of S, dP and dQ
+  __device__ __forceinline__ int query_row() const { return m * (Shape::tile_m / Shape::score_warps_m); }
+  __device__ __forceinline__ int key() const { return n * (Shape::tile_n / Shape::score_warps_n); }
 };
 
 // Starts the copies of a tile's keys and values.
@@ -108,7 +116,7 @@ struct RowStatistics {
 // rS = A B^T of a tile with the queries' rows and one with the keys' rows: Q K^T or dO V^T.
 template <int Dim>
 __device__ __forceinline__ void score_product(ScoreFragments& rS, unsigned sQueries, unsigned sKeys) {
-  const WarpCoordinate w;
+  const ScoreWarp w;
   constexpr int row_bytes = TileLayout<Dim>::row_bytes;
   product_nt<Shape::Element, Config::rolled_spans>(
       rS, FragmentAddress<Dim>::rows_first(sQueries + w.query_row() * row_bytes, w.lane),
@@ -120,7 +128,7 @@ __device__ __forceinline__ void score_product(ScoreFragments& rS, unsigned sQuer
 __device__ __forceinline__ bool differentiate_softmax(ScoreFragments& rS, ScoreFragments& rdP,
                                                       const RowStatistics& rows, const BackwardParams& p) {
   constexpr float log2_e = 1.44269504088896341f;
-  const WarpCoordinate w;
+  const ScoreWarp w;
   bool any_weightless = false;
 #pragma unroll
   for (int m = 0; m < Shape::m_tiles; ++m) {
@@ -150,7 +158,7 @@ __device__ __forceinline__ bool differentiate_softmax(ScoreFragments& rS, ScoreF
 
 // P and dS of this thread's weightless rows become 0, whatever they were.
 __device__ __forceinline__ void clear_weightless(ScoreFragments& rP, ScoreFragments& rdS, const RowStatistics& rows) {
-  const WarpCoordinate w;
+  const ScoreWarp w;
 #pragma unroll
   for (int m = 0; m < Shape::m_tiles; ++m)
 #pragma unroll
@@ -172,7 +180,7 @@ __device__ __forceinline__ bool needs_mask(const BackwardParams& p, int row_begi
 // P and dS of hidden pairs become 0, whatever they were.
 __device__ __forceinline__ void clear_hidden(ScoreFragments& rP, ScoreFragments& rdS, const BackwardParams& p,
                                              int row_begin, int first_key) {
-  const WarpCoordinate w;
+  const ScoreWarp w;
   for_each_hidden<Config::has_band, true, Shape::m_tiles, Shape::n_tiles>(
       p, row_begin + w.query_row() + w.lane / 4, first_key + w.key() + 2 * (w.lane % 4), [&](int m, int n, int i) {
         rP[m][n][i] = 0.0f;
@@ -216,7 +224,7 @@ struct ScoreAddress {
   unsigned origin;
 
   __device__ __forceinline__ explicit ScoreAddress(unsigned sScores) {
-    const WarpCoordinate w;
+    const ScoreWarp w;
     origin = sScores + Layout::offset(w.query_row() + w.lane / 4, w.key() / 8) + 4 * (w.lane % 4);
   }
 
@@ -236,15 +244,26 @@ __device__ __forceinline__ void store_scores(const ScoreAddress& address, int of
         store_shared(address.pair(m, half, n) + offset, pack<Shape::Element>(r[m][n][2 * half], r[m][n][2 * half + 1]));
 }
 
-// rdQ += dS K.
+// rdQ += dS K, from the registers that hold dS.
+__device__ __forceinline__ void accumulate_query_gradient(QueryGradient& rdQ, const ScoreFragments& rdS, unsigned sK) {
+  const auto keys = FragmentAddress<Shape::tile_d>::rows_first(sK, rematerialized_thread() % 32);
+#pragma unroll
+  for (int k = 0; k < Shape::n_tiles / 2; ++k) {
+    unsigned rA[Shape::m_tiles][4];
+    pack_operand<Shape::Element>(rA, rdS, k);
+    multiply_by_rows<Shape::Element, 1>(rdQ, rA, keys, k);
+  }
+}
+
+// rdQ += dS K, with dS in shared memory.
 template <class OnK = Unchanged>
 __device__ __forceinline__ void accumulate_query_gradient(QueryGradient& rdQ, unsigned sdS, unsigned sK,
                                                           OnK on_k = {}) {
-  const WarpCoordinate w;
+  const ScoreWarp w;
   const auto scores =
       FragmentAddress<Shape::tile_n>::rows_first(sdS + w.query_row() * TileLayout<Shape::tile_n>::row_bytes, w.lane);
-  const auto keys = FragmentAddress<Shape::tile_d>::rows_first(sK, w.lane).template part<Shape::warps_n>(w.n);
-  product_nn<Shape::Element, Config::key_blocks, Shape::warps_n>(rdQ, scores, keys, on_k);
+  const auto keys = FragmentAddress<Shape::tile_d>::rows_first(sK, w.lane).template part<Shape::score_warps_n>(w.n);
+  product_nn<Shape::Element, Config::key_blocks, Shape::score_warps_n>(rdQ, scores, keys, on_k);
 }
 
 // Inf and NaN under a mask: P and dS are 0 for a hidden pair, but 0 * NaN is NaN inside the matrix products. A pair of
@@ -294,7 +313,7 @@ __device__ __forceinline__ float load_score(unsigned sScores, int row, int key) 
 __device__ __forceinline__ void accumulate_visible_query_gradient(QueryGradient& rdQ, unsigned sdS, unsigned sK,
                                                                   const BackwardParams& p, int row_begin,
                                                                   int first_key) {
-  const WarpCoordinate w;
+  const ScoreWarp w;
   const auto row = [&](int m, int half) { return w.query_row() + 16 * m + 8 * half + w.lane / 4; };
   accumulate_query_gradient(rdQ, sdS, sK, FiniteOrZero<Shape::Element>());
   add_visible_nonfinite<Shape::tile_n>(
@@ -304,7 +323,7 @@ __device__ __forceinline__ void accumulate_visible_query_gradient(QueryGradient&
       },
       [&](int k, int m, int half) { return load_score(sdS, row(m, half), k); },
       [&](int k, int d) {
-        const int chunk = TileLayout<Shape::tile_d>::part_chunk<Shape::warps_n>(w.n, d);
+        const int chunk = TileLayout<Shape::tile_d>::part_chunk<Shape::score_warps_n>(w.n, d);
         return load_pair<Shape::tile_d>(sK, k, 8 * chunk + 2 * (w.lane % 4));
       });
 }

@@ -31,6 +31,18 @@ __device__ __forceinline__ void multiply_block(float (&acc)[MTiles][NTiles][4], 
   }
 }
 
+// Columns 16 * k and on of an accumulator, rounded, as the A operand of the next product.
+template <class Element, int MTiles, int NTiles>
+__device__ __forceinline__ void pack_operand(unsigned (&a)[MTiles][4], const float (&acc)[MTiles][NTiles][4], int k) {
+#pragma unroll
+  for (int m = 0; m < MTiles; ++m)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float (&x)[4] = acc[m][2 * k + i / 2];
+      a[m][i] = pack<Element>(x[2 * (i % 2)], x[2 * (i % 2) + 1]);
+    }
+}
+
 // acc += a B over 16 rows of B, from 16 * k on: B by rows_first, in one of Parts parts of its columns.
 template <class Element, int Parts, int Dim, int MTiles, int NTiles, class OnB = Unchanged>
 __device__ __forceinline__ void multiply_by_rows(float (&acc)[MTiles][NTiles][4], const unsigned (&a)[MTiles][4],

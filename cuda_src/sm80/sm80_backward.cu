@@ -23,6 +23,7 @@ namespace cuflash {
 // (tile_m, tile_dv); per buffer sP and sdS (tile_m, tile_n); the row statistics, per stage when steps overlap.
 struct Storage {
   static constexpr bool overlapping = Config::stages == 3;
+  static_assert(!overlapping || !Shape::own_rows, "dQ of one's own rows is made in the first half of a step");
   static constexpr int buffers = overlapping ? 2 : 1, row_stages = overlapping ? 3 : 1;
   static constexpr int v_at = Shape::k_bytes, ring_at = v_at + Shape::v_bytes;
   static constexpr int stage_bytes = Shape::q_bytes + Shape::dout_bytes;
@@ -59,7 +60,7 @@ struct QueryStep {
 static_assert(Shape::key_tiles * 16 * Shape::warps_m == Shape::tile_n, "keys are rows of dK and dV, in blocks of 16");
 
 // First of a warp's 8 keys that are half of a 16-row fragment of dK and dV.
-__device__ __forceinline__ int fragment_key(const WarpCoordinate& w, int m, int half) {
+__device__ __forceinline__ int fragment_key(const KeyWarp& w, int m, int half) {
   return 8 * TileLayout<Shape::tile_n>::part_chunk<Shape::warps_m>(w.m, 2 * m + half);
 }
 
@@ -72,7 +73,7 @@ struct KeyGradient {
   // += S^T X, where S is P or dS (tile_m, tile_n) and X is dO or Q (tile_m, Dim).
   template <class OnX = Unchanged>
   __device__ __forceinline__ void accumulate(unsigned sScores, unsigned sX, OnX on_x = {}) {
-    const WarpCoordinate w;
+    const KeyWarp w;
     const auto scores = FragmentAddress<Shape::tile_n>::columns_first(sScores, w.lane);
     const auto rows = FragmentAddress<Dim>::rows_first(sX, w.lane);
     product_tn<Shape::Element, Shape::tile_m / 16, Config::row_blocks, Shape::warps_m, Shape::warps_n>(
@@ -82,7 +83,7 @@ struct KeyGradient {
   // The same without what an inf or NaN in X does to hidden pairs.
   __device__ __forceinline__ void accumulate_visible(unsigned sScores, unsigned sX, const BackwardParams& p,
                                                      int row_begin, int first_key) {
-    const WarpCoordinate w;
+    const KeyWarp w;
     const auto key = [&](int m, int half) { return fragment_key(w, m, half) + w.lane / 4; };
     accumulate(sScores, sX, FiniteOrZero<Shape::Element>());
     add_visible_nonfinite<Shape::tile_m>(
@@ -99,7 +100,7 @@ struct KeyGradient {
 
   // Rounded, in place of the keys or values in shared memory.
   __device__ __forceinline__ void stage(unsigned sTile) const {
-    const WarpCoordinate w;
+    const KeyWarp w;
     store_fragments<Dim>(
         sTile, r, [&](int m, int half) { return fragment_key(w, m, half); },
         [&](int n) { return TileLayout<Dim>::template part_chunk<Shape::warps_n>(w.n, n); });
@@ -115,33 +116,24 @@ struct KeyGradient {
   }
 };
 
-// dQ of one step to the sums in the workspace, once `wait_for_turn` returns.
-template <class WaitForTurn>
+// A warp's dQ of one step to the sums in the workspace.
 __device__ __forceinline__ void add_query_gradient(const BackwardParams& p, int batch, const QueryStep& step,
-                                                   const Storage& s, int first_key, bool visible_only,
-                                                   WaitForTurn&& wait_for_turn) {
-  QueryGradient rdQ = {};
-  if (visible_only) {
-    accumulate_visible_query_gradient(rdQ, s.ds(step.buffer), s.k(), p, step.row_begin(), first_key);
-  } else {
-    accumulate_query_gradient(rdQ, s.ds(step.buffer), s.k());
-  }
+                                                   const QueryGradient& rdQ) {
   using Sum = QueryGradientSum<Shape::tile_d, Config::reduce_width>;
-  const WarpCoordinate w;
-  const Sum sum = Sum::of_rows(p, batch, step.head, step.row_begin());
   using Layout = TileLayout<Shape::tile_d>;
-  float* first = sum.at(w.query_row() / 16, Layout::part_start<Shape::warps_n>(w.n), w.lane);
-  wait_for_turn();
+  const ScoreWarp w;
+  const Sum sum = Sum::of_rows(p, batch, step.head, step.row_begin());
+  float* first = sum.at(w.query_row() / 16, Layout::part_start<Shape::score_warps_n>(w.n), w.lane);
 #pragma unroll
   for (int m = 0; m < Shape::m_tiles; ++m)
 #pragma unroll
     for (int d = 0; d < Shape::d_tiles; ++d)
-      Sum::add(first + Sum::distance(m, Layout::part_offset<Shape::warps_n>(d)), rdQ[m][d]);
+      Sum::add(first + Sum::distance(m, Layout::part_offset<Shape::score_warps_n>(d)), rdQ[m][d]);
 }
 
 // Q and dO of weightless rows become 0: their P and dS are, but 0 times an inf or NaN there would be NaN in dK and dV.
 __device__ __forceinline__ void clear_weightless_queries(const QueryStep& step, const Storage& s) {
-  const WarpCoordinate w;
+  const KeyWarp w;
   const auto clear = [&](unsigned sRow, int dim) {
     if (8 * w.lane < dim) store_shared(sRow + 16 * w.lane, make_uint4(0, 0, 0, 0));
   };
@@ -155,10 +147,10 @@ __device__ __forceinline__ void clear_weightless_queries(const QueryStep& step, 
 }
 
 // P and dS of one step to shared memory. Says whether this thread found what publish() must know of. `fetch` starts the
-// next copies, once the first product is on its way.
-template <class Fetch>
+// next copies, once the first product is on its way; `use(rdS, nonfinite)` comes last, nonfinite as publish() puts it.
+template <class Fetch, class Use>
 __device__ __forceinline__ bool score_gradients(const BackwardParams& p, const QueryStep& step, const Storage& s,
-                                                int key_tile, Fetch&& fetch) {
+                                                int key_tile, Fetch&& fetch, Use&& use) {
   ScoreFragments rS, rdP;
   score_product<Shape::tile_d>(rS, s.q(step.stage), s.k());
   fetch();
@@ -171,6 +163,7 @@ __device__ __forceinline__ bool score_gradients(const BackwardParams& p, const Q
   const ScoreAddress address(s.p(step.buffer));
   store_scores(address, 0, rS);
   store_scores(address, Storage::ds_at - Storage::p_at, rdP);
+  use(rdP, nonfinite);
   // Under a mask weightless rows are common and harmless, unless they hold what makes a product inf or NaN.
   return Config::has_band && masked ? nonfinite : any_weightless;
 }
@@ -268,10 +261,37 @@ struct Block {
     return Turn::of_rows(p, c.batch, step.head, step.row_begin());
   }
 
-  __device__ __forceinline__ void add_query_gradient(const QueryStep& step, bool visible_only) const {
-    cuflash::add_query_gradient(p, c.batch, step, s, first_key, visible_only, [&] {
-      if (Config::ordered && tiles_before.contains(step.tile)) turn(step).wait(c.before);
-    });
+  __device__ __forceinline__ void add(const QueryStep& step, const QueryGradient& rdQ) const {
+    if (Config::ordered && tiles_before.contains(step.tile)) turn(step).wait(c.before);
+    add_query_gradient(p, c.batch, step, rdQ);
+  }
+
+  __device__ __forceinline__ void accumulate_visible(QueryGradient& rdQ, const QueryStep& step) const {
+    accumulate_visible_query_gradient(rdQ, s.ds(step.buffer), s.k(), p, step.row_begin(), first_key);
+  }
+
+  // dQ of a step whose dS is published.
+  __device__ __forceinline__ void add_query_gradients(const QueryStep& step, bool visible_only) const {
+    QueryGradient rdQ = {};
+    if (visible_only) {
+      accumulate_visible(rdQ, step);
+    } else {
+      accumulate_query_gradient(rdQ, s.ds(step.buffer), s.k());
+    }
+    add(step, rdQ);
+  }
+
+  // The same for the rows of a warp alone, whose dS is in its registers and in shared memory, not published.
+  __device__ __forceinline__ void add_own_query_gradients(const QueryStep& step, const ScoreFragments& rdS,
+                                                          bool nonfinite) const {
+    QueryGradient rdQ = {};
+    if (Config::has_band && __any_sync(0xFFFFFFFFu, nonfinite)) {
+      __syncwarp();
+      accumulate_visible(rdQ, step);
+    } else {
+      accumulate_query_gradient(rdQ, rdS, s.k());
+    }
+    add(step, rdQ);
   }
 
   // Behind a barrier after the step's additions. Later is better: one thread waits until they have all arrived.
@@ -296,9 +316,14 @@ struct Block {
       const QueryStep next = after(step);
       cp_async_wait<0>();
       __syncthreads();
-      const bool found = score_gradients(p, step, s, c.key_tile, [&] {
-        if constexpr (Config::stages > 1) fetch(next);
-      });
+      const bool found = score_gradients(
+          p, step, s, c.key_tile,
+          [&] {
+            if constexpr (Config::stages > 1) fetch(next);
+          },
+          [&](const ScoreFragments& rdS, bool nonfinite) {
+            if constexpr (Shape::own_rows) add_own_query_gradients(step, rdS, nonfinite);
+          });
       const bool visible_only = publish(p, step, s, c.key_tile, found);
       pass_turn(previous);
       fetch_rows(next);
@@ -307,7 +332,7 @@ struct Block {
         __syncthreads();  // all have done with Q and dO
         fetch(next);
       }
-      add_query_gradient(step, visible_only);
+      if constexpr (!Shape::own_rows) add_query_gradients(step, visible_only);
       previous = step;
       step = next;
     }
@@ -316,6 +341,9 @@ struct Block {
 
   // Half of the warps, one on each scheduler, are half a step ahead.
   __device__ __forceinline__ void walk_overlapping() {
+    const auto score = [&](const QueryStep& step) {
+      return score_gradients(p, step, s, c.key_tile, [] {}, [](const ScoreFragments&, bool) {});
+    };
     QueryStep step = first(), next = after(step), previous{-1};
     fetch(step);
     fetch_rows(step);
@@ -323,7 +351,7 @@ struct Block {
     fetch_rows(next);
     cp_async_wait<2>();
     __syncthreads();
-    bool found = has(step) && score_gradients(p, step, s, c.key_tile, [] {});
+    bool found = has(step) && score(step);
 #pragma unroll 1
     while (has(step)) {
       cp_async_wait<0>();
@@ -335,11 +363,11 @@ struct Block {
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         if (half == rematerialized_thread() / 32 / (Config::warps / 2)) {
-          if (has(next)) found = score_gradients(p, next, s, c.key_tile, [] {});
+          if (has(next)) found = score(next);
         } else {
           pass_turn(previous);  // by the half that comes here second
           add_key_gradients(step, visible_only);
-          add_query_gradient(step, visible_only);
+          add_query_gradients(step, visible_only);
         }
       }
       previous = step;

@@ -210,17 +210,6 @@ __device__ __forceinline__ void mask_tile(float (&rS)[Shape::m_tiles][Shape::n_t
   mask_scores<Config::has_band>(rS, p, row_begin + w.lane_row(), first_key + w.first_key() + 2 * (w.lane % 4));
 }
 
-__device__ __forceinline__ void pack_weights(unsigned (&rP)[Shape::n_tiles / 2][Shape::m_tiles][4],
-                                             const float (&rS)[Shape::m_tiles][Shape::n_tiles][4]) {
-#pragma unroll
-  for (int m = 0; m < Shape::m_tiles; ++m)
-#pragma unroll
-    for (int n = 0; n < Shape::n_tiles; ++n) {
-      rP[n / 2][m][2 * (n % 2)] = pack<Shape::Element>(rS[m][n][0], rS[m][n][1]);
-      rP[n / 2][m][2 * (n % 2) + 1] = pack<Shape::Element>(rS[m][n][2], rS[m][n][3]);
-    }
-}
-
 // f(m, half) for each of this thread's rows.
 template <class F>
 __device__ __forceinline__ void for_each_row(F&& f) {
@@ -299,7 +288,8 @@ __device__ __forceinline__ void weigh_tile(Softmax& softmax, bool& care, float (
     });
   }
   for_each_row([&](int m, int half) { softmax.exponentiate(rS, m, half, p.exp2_scale, row[m][half], 1.0f); });
-  pack_weights(rP, rS);
+#pragma unroll
+  for (int k = 0; k < Shape::n_tiles / 2; ++k) pack_operand<Shape::Element>(rP[k], rS, k);
   if constexpr (Shape::warps_n == 2) {
     const WarpCoordinate w;
     publish_weights<Shape::tile_n>(sP, rP, w.lane_row(), w.side * Shape::n_tiles, w.lane);

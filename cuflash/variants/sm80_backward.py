@@ -50,7 +50,9 @@ class Sm80BackwardConfig:
     tile_d, tile_dv : int
         head_dim and head_dim_v rounded up to multiples of 32.
     warps, warps_n : int
-        Warps of a block; how many of them share the rows of a product and divide its columns.
+        Warps of a block; how many of them share the rows of dk and dv and divide their columns.
+    score_warps_n : int
+        The same for S, dP and dq. With 1 the dS of a warp's rows goes to the product for dq in registers.
     stages : int
         Query tiles in shared memory; with 1 the next is fetched when all have done with this; with 3 two steps overlap.
     blocks_per_sm : int
@@ -87,6 +89,7 @@ class Sm80BackwardConfig:
     tile_dv: int
     warps: int
     warps_n: int
+    score_warps_n: int
     stages: int
     blocks_per_sm: int
     rolled_spans: int
@@ -216,20 +219,21 @@ class _Tile:
     rolled_spans: int = 0
     key_blocks: int = 4
     row_blocks: int = 2
+    score_warps_n: int = 0  # that of dk and dv
 
 
 # In order of preference for each size: the first whose blocks_per_sm fit a multiprocessor is taken, else the first that
 # fits at all.
 _TILES = (
-    _Tile(64, 128, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=2),
-    _Tile(64, 128, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
+    _Tile(64, 128, 64, warps=4, warps_n=2, score_warps_n=1, stages=2, blocks_per_sm=2, row_blocks=8),
+    _Tile(64, 128, 64, warps=4, warps_n=2, score_warps_n=1, stages=1, blocks_per_sm=2, row_blocks=8),
     _Tile(64, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
-    _Tile(128, 64, 128, warps=8, warps_n=4, stages=3, blocks_per_sm=1, rolled_spans=1),
-    _Tile(128, 64, 128, warps=8, warps_n=4, stages=2, blocks_per_sm=1, rolled_spans=1),
+    _Tile(128, 64, 128, warps=8, warps_n=4, stages=3, blocks_per_sm=1, rolled_spans=1, row_blocks=4),
+    _Tile(128, 64, 128, warps=8, warps_n=4, stages=2, blocks_per_sm=1, rolled_spans=1, row_blocks=4),
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=2, blocks_per_sm=2, rolled_spans=1),
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2, rolled_spans=1),
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1),
-    _Tile(256, 64, 64, warps=8, warps_n=4, stages=2, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
+    _Tile(256, 64, 64, warps=8, warps_n=4, stages=2, blocks_per_sm=1, rolled_spans=1),
     _Tile(256, 64, 64, warps=8, warps_n=4, stages=1, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
     _Tile(256, 32, 32, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
 )
@@ -267,11 +271,18 @@ def _config(tile: _Tile, problem: Problem, operands: BackwardOperands, **mode: A
     del fields["max_dim"]
     if tile_d % 64 or tile_dv % 64:
         fields["warps_n"] = min(tile.warps_n, 2)
+    fields["score_warps_n"] = tile.score_warps_n or fields["warps_n"]
+    vector_bytes = min(x.alignment for x in (operands.q, operands.k, operands.v, operands.dout))
+    # In longer steps ptxas spills what it loads ahead.
+    if tile.stages == 3 and mode["ordered"]:
+        fields["row_blocks"] = min(tile.row_blocks, 2)
+    if tile.max_dim > 128 and vector_bytes < 16:
+        fields["key_blocks"] = min(tile.key_blocks, 2)
     return Sm80BackwardConfig(
         element=problem.dtype,
         tile_d=tile_d,
         tile_dv=tile_dv,
-        vector_bytes=min(x.alignment for x in (operands.q, operands.k, operands.v, operands.dout)),
+        vector_bytes=vector_bytes,
         out_vector_bytes=min(x.store_bytes for x in (operands.dk, operands.dv)),
         exact_dims=(problem.head_dim, problem.head_dim_v) == (tile_d, tile_dv),
         has_band=problem.has_band,

@@ -131,13 +131,13 @@ class Sm80Forward(CudaVariant):
             return f"takes at most {MAX_GRID_YZ} query heads, not {problem.heads_q}"
         if _alignment(operands) < 2 or operands.out.alignment < 2:
             return "needs addresses that are multiples of the element size"
-        if first_that_fits(_candidates(problem, operands), device) is None:
+        if first_that_fits(_candidates(problem, operands, device), device) is None:
             return f"no tile for head_dim {problem.head_dim} fits {device.shared_memory} bytes of shared memory"
         return None
 
     def config(self, problem: Problem, operands: Operands, device: DeviceInfo) -> Sm80ForwardConfig:
         """The first tile of the table that suits the device."""
-        config = first_that_fits(_candidates(problem, operands), device)
+        config = first_that_fits(_candidates(problem, operands, device), device)
         assert config is not None, "unsupported() has said so"
         return config
 
@@ -164,16 +164,18 @@ def _alignment(operands: Operands) -> int:
     return min(operands.q.alignment, operands.k.alignment, operands.v.alignment)
 
 
-def _candidates(problem: Problem, operands: Operands) -> list[Sm80ForwardConfig]:
+def _candidates(problem: Problem, operands: Operands, device: DeviceInfo) -> list[Sm80ForwardConfig]:
     largest = max(problem.head_dim, problem.head_dim_v)
     size = min(tile.max_dim for tile in _TILES if largest <= tile.max_dim)
-    return [_config(tile, problem, operands) for tile in _TILES if tile.max_dim == size]
+    return [_config(tile, problem, operands, device) for tile in _TILES if tile.max_dim == size]
 
 
-def _config(tile: _Tile, problem: Problem, operands: Operands) -> Sm80ForwardConfig:
+def _config(tile: _Tile, problem: Problem, operands: Operands, device: DeviceInfo) -> Sm80ForwardConfig:
     tile_d, tile_dv = round_up(problem.head_dim, 32), round_up(problem.head_dim_v, 32)
     shared_fields = asdict(tile)
     del shared_fields["max_dim"]
+    if device.compute_capability >= (9, 0) and problem.softcap == 0:
+        shared_fields["rolled_spans"] = 0  # elsewhere ptxas spills what it loads ahead
     return Sm80ForwardConfig(
         element=problem.dtype,
         tile_d=tile_d,
