@@ -270,7 +270,8 @@ struct Block {
     accumulate_visible_query_gradient(rdQ, s.ds(step.buffer), s.k(), p, step.row_begin(), first_key);
   }
 
-  // dQ of a step whose dS is published.
+  // dQ of a step whose dS is published. Not the last product of a step if it can be helped: the additions read their
+  // registers late, and what takes their place would wait.
   __device__ __forceinline__ void add_query_gradients(const QueryStep& step, bool visible_only) const {
     QueryGradient rdQ = {};
     if (visible_only) {
@@ -294,7 +295,7 @@ struct Block {
     add(step, rdQ);
   }
 
-  // Behind a barrier after the step's additions. Later is better: one thread waits until they have all arrived.
+  // Behind a barrier after the step's additions: one thread waits until they have all arrived.
   __device__ __forceinline__ void pass_turn(const QueryStep& step) const {
     if (Config::ordered && step.head >= 0 && rematerialized_thread() == 0) turn(step).pass(c.before);
   }
@@ -316,6 +317,7 @@ struct Block {
       const QueryStep next = after(step);
       cp_async_wait<0>();
       __syncthreads();
+      pass_turn(previous);
       const bool found = score_gradients(
           p, step, s, c.key_tile,
           [&] {
@@ -325,14 +327,14 @@ struct Block {
             if constexpr (Shape::own_rows) add_own_query_gradients(step, rdS, nonfinite);
           });
       const bool visible_only = publish(p, step, s, c.key_tile, found);
-      pass_turn(previous);
       fetch_rows(next);
+      if constexpr (!Shape::own_rows && Config::stages > 1) add_query_gradients(step, visible_only);
       add_key_gradients(step, visible_only);
       if constexpr (Config::stages == 1) {
         __syncthreads();  // all have done with Q and dO
         fetch(next);
+        if constexpr (!Shape::own_rows) add_query_gradients(step, visible_only);
       }
-      if constexpr (!Shape::own_rows) add_query_gradients(step, visible_only);
       previous = step;
       step = next;
     }
@@ -366,8 +368,8 @@ struct Block {
           if (has(next)) found = score(next);
         } else {
           pass_turn(previous);  // by the half that comes here second
-          add_key_gradients(step, visible_only);
           add_query_gradients(step, visible_only);
+          add_key_gradients(step, visible_only);
         }
       }
       previous = step;

@@ -368,11 +368,14 @@ def grid(config: Any, problem: Problem, batch: int) -> tuple[int, int, int]:
 
 
 def section(config: Any, device: DeviceInfo) -> int:
-    """Heads whose key tiles mingle where blocks take turns: three blocks of a head run at a time.
+    """Heads whose key tiles mingle where blocks take turns, so that three blocks of a head run at a time.
 
-    With more the first of them would wait for their turns, with fewer each would read its query rows alone.
+    With more they would wait for their turns, with fewer each would read its query rows alone. Behind a mask blocks
+    begin with different rows: they need not wait, and find rows in the L2 cache that others of their head have read.
     """
-    return max(1, device.multiprocessors * config.blocks_per_sm // 3) if isinstance(config, Sm80BackwardConfig) else 1
+    if not isinstance(config, Sm80BackwardConfig) or config.has_band:
+        return 1
+    return max(1, device.multiprocessors * config.blocks_per_sm // 3)
 
 
 @dataclass(frozen=True, slots=True)
