@@ -44,7 +44,6 @@ struct Shape {
 };
 
 using ScoreFragments = float[Shape::m_tiles][Shape::n_tiles][4];
-using QueryGradient = float[Shape::m_tiles][Shape::d_tiles][4];
 
 // Where a warp works in a grid of warps. Made anew where it is needed: a few instructions cost less than registers
 // held across the loop.
@@ -244,26 +243,75 @@ __device__ __forceinline__ void store_scores(const ScoreAddress& address, int of
         store_shared(address.pair(m, half, n) + offset, pack<Shape::Element>(r[m][n][2 * half], r[m][n][2 * half + 1]));
 }
 
-// rdQ += dS K, from the registers that hold dS.
-__device__ __forceinline__ void accumulate_query_gradient(QueryGradient& rdQ, const ScoreFragments& rdS, unsigned sK) {
-  const auto keys = FragmentAddress<Shape::tile_d>::rows_first(sK, rematerialized_thread() % 32);
-#pragma unroll
-  for (int k = 0; k < Shape::n_tiles / 2; ++k) {
-    unsigned rA[Shape::m_tiles][4];
-    pack_operand<Shape::Element>(rA, rdS, k);
-    multiply_by_rows<Shape::Element, 1>(rdQ, rA, keys, k);
-  }
-}
+// A warp's rows of dS as the A operand of dQ = dS K, by blocks of 16 keys. Few keys are held in registers, from those
+// that computed them or from shared memory; many are loaded as they are needed.
+struct GradientOperand {
+  static constexpr int blocks = Shape::tile_n / 16;
+  static constexpr bool held = blocks <= 4;
+  unsigned r[held ? blocks : 1][Shape::m_tiles][4];
+  FragmentAddress<Shape::tile_n> at;
 
-// rdQ += dS K, with dS in shared memory.
-template <class OnK = Unchanged>
-__device__ __forceinline__ void accumulate_query_gradient(QueryGradient& rdQ, unsigned sdS, unsigned sK,
-                                                          OnK on_k = {}) {
+  static __device__ __forceinline__ GradientOperand of_registers(const ScoreFragments& rdS) {
+    GradientOperand a;
+#pragma unroll
+    for (int k = 0; k < (held ? blocks : 0); ++k) pack_operand<Shape::Element>(a.r[k], rdS, k);
+    return a;
+  }
+
+  static __device__ __forceinline__ GradientOperand of_tile(unsigned sdS) {
+    const ScoreWarp w;
+    GradientOperand a;
+    a.at =
+        FragmentAddress<Shape::tile_n>::rows_first(sdS + w.query_row() * TileLayout<Shape::tile_n>::row_bytes, w.lane);
+#pragma unroll
+    for (int k = 0; k < (held ? blocks : 0); ++k) a.load(a.r[k], k);
+    return a;
+  }
+
+  __device__ __forceinline__ void get(unsigned (&rA)[Shape::m_tiles][4], int k) const {
+    if constexpr (held) {
+#pragma unroll
+      for (int m = 0; m < Shape::m_tiles; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) rA[m][i] = r[k][m][i];
+    } else {
+      load(rA, k);
+    }
+  }
+
+  __device__ __forceinline__ void load(unsigned (&rA)[Shape::m_tiles][4], int k) const {
+#pragma unroll
+    for (int m = 0; m < Shape::m_tiles; ++m) ldmatrix_x4(rA[m], at.block(m, k));
+  }
+};
+
+// Fragments of dQ that are made at a time. What they are used for goes on beside the products of the next; where the
+// operand is not held there are no next.
+constexpr int kGradientColumns = GradientOperand::held ? 2 : Shape::d_tiles;
+using GradientColumns = float[Shape::m_tiles][kGradientColumns][4];
+
+// dQ = dS K by columns: use(d, fragments d and on). Careful: K's inf and NaN count as 0.
+template <bool Careful, class Use>
+__device__ __forceinline__ void query_gradient_columns(const GradientOperand& rdS, unsigned sK, Use&& use) {
   const ScoreWarp w;
-  const auto scores =
-      FragmentAddress<Shape::tile_n>::rows_first(sdS + w.query_row() * TileLayout<Shape::tile_n>::row_bytes, w.lane);
   const auto keys = FragmentAddress<Shape::tile_d>::rows_first(sK, w.lane).template part<Shape::score_warps_n>(w.n);
-  product_nn<Shape::Element, Config::key_blocks, Shape::score_warps_n>(rdQ, scores, keys, on_k);
+#pragma unroll(Careful || Config::rolled_columns ? 1 : Shape::d_tiles)
+  for (int d = 0; d < Shape::d_tiles; d += kGradientColumns) {
+    GradientColumns r = {};
+#pragma unroll
+    for (int k = 0; k < GradientOperand::blocks; ++k) {
+      unsigned rA[Shape::m_tiles][4];
+      rdS.get(rA, k);
+#pragma unroll
+      for (int n = 0; n < kGradientColumns; n += 2) {
+        unsigned rB[4];
+        ldmatrix_x4_trans(rB, keys.template block<Shape::score_warps_n>(k, (d + n) / 2));
+        if constexpr (Careful) FiniteOrZero<Shape::Element>()(rB);
+        multiply_block<Shape::Element>(r, n, rA, rB);
+      }
+    }
+    use(d, r);
+  }
 }
 
 // Inf and NaN under a mask: P and dS are 0 for a hidden pair, but 0 * NaN is NaN inside the matrix products. A pair of
@@ -309,21 +357,19 @@ __device__ __forceinline__ float load_score(unsigned sScores, int row, int key) 
   return unpack<Shape::Element>(static_cast<unsigned short>(key & 1 ? pair >> 16 : pair));
 }
 
-// rdQ += dS K without what an inf or NaN in K does to hidden pairs.
-__device__ __forceinline__ void accumulate_visible_query_gradient(QueryGradient& rdQ, unsigned sdS, unsigned sK,
-                                                                  const BackwardParams& p, int row_begin,
-                                                                  int first_key) {
+// What the inf and NaN in K that a row sees add to columns d and on of dQ.
+__device__ __forceinline__ void add_nonfinite_keys(GradientColumns& r, int d, unsigned sdS, unsigned sK,
+                                                   const BackwardParams& p, int row_begin, int first_key) {
   const ScoreWarp w;
   const auto row = [&](int m, int half) { return w.query_row() + 16 * m + 8 * half + w.lane / 4; };
-  accumulate_query_gradient(rdQ, sdS, sK, FiniteOrZero<Shape::Element>());
   add_visible_nonfinite<Shape::tile_n>(
-      rdQ,
+      r,
       [&](int k, int m, int half) {
         return VisibleKeys::of_row<Config::has_band>(p, row_begin + row(m, half)).contains(first_key + k);
       },
       [&](int k, int m, int half) { return load_score(sdS, row(m, half), k); },
-      [&](int k, int d) {
-        const int chunk = TileLayout<Shape::tile_d>::part_chunk<Shape::score_warps_n>(w.n, d);
+      [&](int k, int n) {
+        const int chunk = TileLayout<Shape::tile_d>::part_chunk<Shape::score_warps_n>(w.n, d + n);
         return load_pair<Shape::tile_d>(sK, k, 8 * chunk + 2 * (w.lane % 4));
       });
 }

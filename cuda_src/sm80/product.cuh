@@ -132,30 +132,4 @@ __device__ __forceinline__ void product_tn(float (&acc)[MTiles][NTiles][4], Frag
   product_in_steps<Element, Blocks / Step, Step>(acc, Operands{a, b});
 }
 
-// acc += A B over the ADim columns of A and rows of B: A by rows_first, B by rows_first in one of BParts parts of its
-// columns. A step is at most a span of A.
-template <class Element, int Step, int BParts, int ADim, int BDim, int MTiles, int NTiles, class OnB = Unchanged>
-__device__ __forceinline__ void product_nn(float (&acc)[MTiles][NTiles][4], const FragmentAddress<ADim>& a,
-                                           FragmentAddress<BDim> b, OnB = {}) {
-  static_assert(TileLayout<ADim>::span_blocks % Step == 0, "whole steps");
-  struct Operands {
-    FragmentAddress<ADim> origin, a;
-    FragmentAddress<BDim> b;
-    int block;
-
-    __device__ __forceinline__ void load_a(unsigned (&r)[MTiles][4], int k) const {
-#pragma unroll
-      for (int m = 0; m < MTiles; ++m) ldmatrix_x4(r[m], a.block(m, k));
-    }
-    __device__ __forceinline__ void load_b(unsigned (&r)[4], int k, int n) const {
-      ldmatrix_x4_trans(r, b.template block<BParts>(k, n));
-      OnB()(r);
-    }
-    __device__ __forceinline__ Operands next() const {
-      return {origin, origin.from_block(block + Step), b.after_rows(Step), block + Step};
-    }
-  };
-  product_in_steps<Element, ADim / 16 / Step, Step>(acc, Operands{a, a, b, 0});
-}
-
 }  // namespace cuflash

@@ -116,19 +116,30 @@ struct KeyGradient {
   }
 };
 
-// A warp's dQ of one step to the sums in the workspace.
+// A warp's dQ of one step to the sums in the workspace. With visible_only, dS of the warp's rows is in shared memory.
 __device__ __forceinline__ void add_query_gradient(const BackwardParams& p, int batch, const QueryStep& step,
-                                                   const QueryGradient& rdQ) {
+                                                   const Storage& s, const GradientOperand& rdS, int first_key,
+                                                   bool visible_only) {
   using Sum = QueryGradientSum<Shape::tile_d, Config::reduce_width>;
   using Layout = TileLayout<Shape::tile_d>;
   const ScoreWarp w;
   const Sum sum = Sum::of_rows(p, batch, step.head, step.row_begin());
   float* first = sum.at(w.query_row() / 16, Layout::part_start<Shape::score_warps_n>(w.n), w.lane);
+  const auto add = [&](int d, const GradientColumns& r) {
 #pragma unroll
-  for (int m = 0; m < Shape::m_tiles; ++m)
+    for (int m = 0; m < Shape::m_tiles; ++m)
 #pragma unroll
-    for (int d = 0; d < Shape::d_tiles; ++d)
-      Sum::add(first + Sum::distance(m, Layout::part_offset<Shape::score_warps_n>(d)), rdQ[m][d]);
+      for (int i = 0; i < kGradientColumns; ++i)
+        Sum::add(first + Sum::distance(m, Layout::part_offset<Shape::score_warps_n>(d + i)), r[m][i]);
+  };
+  if (visible_only) {
+    query_gradient_columns<true>(rdS, s.k(), [&](int d, GradientColumns& r) {
+      add_nonfinite_keys(r, d, s.ds(step.buffer), s.k(), p, step.row_begin(), first_key);
+      add(d, r);
+    });
+  } else {
+    query_gradient_columns<false>(rdS, s.k(), add);
+  }
 }
 
 // Q and dO of weightless rows become 0: their P and dS are, but 0 times an inf or NaN there would be NaN in dK and dV.
@@ -199,17 +210,12 @@ struct Block {
   const Storage s;
   const KeyTileCoordinate c;
   int first_key, end_head, start;
-  QueryTiles tiles, tiles_before;  // the second: those that the block adds to whose turn comes before
+  QueryTiles tiles;
   KeyGradient<Shape::tile_d> dk;
   KeyGradient<Shape::tile_dv> dv;
 
   __device__ __forceinline__ Block(const BackwardParams& params, unsigned shared)
-      : p(params),
-        s{shared},
-        c(coordinate(params)),
-        first_key(c.key_tile * Shape::tile_n),
-        tiles(of_keys(first_key)),
-        tiles_before(of_keys(first_key + Shape::tile_n)) {
+      : p(params), s{shared}, c(coordinate(params)), first_key(c.key_tile * Shape::tile_n), tiles(of_keys(first_key)) {
     end_head = tiles.first < tiles.last ? (c.head + 1) * p.group : 0;
     // Blocks that start together with the same rows would add to the same sums of dQ, at the same time.
     start = tiles.first + (Config::spread_rows && end_head ? c.key_tile % (tiles.last - tiles.first) : 0);
@@ -261,55 +267,47 @@ struct Block {
     return Turn::of_rows(p, c.batch, step.head, step.row_begin());
   }
 
-  __device__ __forceinline__ void add(const QueryStep& step, const QueryGradient& rdQ) const {
-    if (Config::ordered && tiles_before.contains(step.tile)) turn(step).wait(c.before);
-    add_query_gradient(p, c.batch, step, rdQ);
+  __device__ __forceinline__ void add(const QueryStep& step, const GradientOperand& rdS, bool visible_only) const {
+    // The block before this one in turn has the next keys.
+    if (Config::ordered && of_keys(first_key + Shape::tile_n).contains(step.tile)) turn(step).wait(c.before);
+    add_query_gradient(p, c.batch, step, s, rdS, first_key, visible_only);
   }
 
-  __device__ __forceinline__ void accumulate_visible(QueryGradient& rdQ, const QueryStep& step) const {
-    accumulate_visible_query_gradient(rdQ, s.ds(step.buffer), s.k(), p, step.row_begin(), first_key);
-  }
-
-  // dQ of a step whose dS is published. Not the last product of a step if it can be helped: the additions read their
-  // registers late, and what takes their place would wait.
+  // dQ of a step whose dS is published.
   __device__ __forceinline__ void add_query_gradients(const QueryStep& step, bool visible_only) const {
-    QueryGradient rdQ = {};
-    if (visible_only) {
-      accumulate_visible(rdQ, step);
-    } else {
-      accumulate_query_gradient(rdQ, s.ds(step.buffer), s.k());
-    }
-    add(step, rdQ);
+    add(step, GradientOperand::of_tile(s.ds(step.buffer)), visible_only);
   }
 
   // The same for the rows of a warp alone, whose dS is in its registers and in shared memory, not published.
-  __device__ __forceinline__ void add_own_query_gradients(const QueryStep& step, const ScoreFragments& rdS,
+  __device__ __forceinline__ void add_own_query_gradients(const QueryStep& step, const ScoreFragments& scores,
                                                           bool nonfinite) const {
-    QueryGradient rdQ = {};
-    if (Config::has_band && __any_sync(0xFFFFFFFFu, nonfinite)) {
-      __syncwarp();
-      accumulate_visible(rdQ, step);
-    } else {
-      accumulate_query_gradient(rdQ, rdS, s.k());
-    }
-    add(step, rdQ);
+    const bool visible_only = Config::has_band && __any_sync(0xFFFFFFFFu, nonfinite);
+    if (visible_only) __syncwarp();
+    add(step, GradientOperand::of_registers(scores), visible_only);
   }
 
-  // Behind a barrier after the step's additions: one thread waits until they have all arrived.
-  __device__ __forceinline__ void pass_turn(const QueryStep& step) const {
-    if (Config::ordered && step.head >= 0 && rematerialized_thread() == 0) turn(step).pass(c.before);
+  // At the rows of the step before `step`, behind a barrier after its additions. Better later: one thread waits until
+  // they have all arrived.
+  __device__ __forceinline__ void pass_turn_before(QueryStep step) const {
+    if constexpr (!Config::ordered) return;
+    if (rematerialized_thread() != 0) return;
+    if (step.tile == tiles.first) {
+      --step.head;
+      step.tile = tiles.last;
+    }
+    --step.tile;
+    if (step.head >= c.head * p.group) turn(step).pass(c.before);
   }
 
-  __device__ __forceinline__ void pass_last_turn(const QueryStep& step) const {
-    if constexpr (Config::ordered) {
-      __syncthreads();
-      pass_turn(step);
-    }
+  __device__ __forceinline__ void pass_last_turn(const QueryStep& end) const {
+    if constexpr (!Config::ordered) return;
+    __syncthreads();
+    if (end_head) pass_turn_before(end);
   }
 
   // All warps do the same at a time.
   __device__ __forceinline__ void walk_in_step() {
-    QueryStep step = first(), previous{-1};
+    QueryStep step = first();
     fetch(step);
     fetch_rows(step);
 #pragma unroll 1
@@ -317,7 +315,7 @@ struct Block {
       const QueryStep next = after(step);
       cp_async_wait<0>();
       __syncthreads();
-      pass_turn(previous);
+      if constexpr (Shape::own_rows) pass_turn_before(step);
       const bool found = score_gradients(
           p, step, s, c.key_tile,
           [&] {
@@ -327,18 +325,17 @@ struct Block {
             if constexpr (Shape::own_rows) add_own_query_gradients(step, rdS, nonfinite);
           });
       const bool visible_only = publish(p, step, s, c.key_tile, found);
+      if constexpr (!Shape::own_rows) pass_turn_before(step);
       fetch_rows(next);
-      if constexpr (!Shape::own_rows && Config::stages > 1) add_query_gradients(step, visible_only);
       add_key_gradients(step, visible_only);
       if constexpr (Config::stages == 1) {
         __syncthreads();  // all have done with Q and dO
         fetch(next);
-        if constexpr (!Shape::own_rows) add_query_gradients(step, visible_only);
       }
-      previous = step;
+      if constexpr (!Shape::own_rows) add_query_gradients(step, visible_only);
       step = next;
     }
-    pass_last_turn(previous);
+    pass_last_turn(step);
   }
 
   // Half of the warps, one on each scheduler, are half a step ahead.
@@ -346,7 +343,7 @@ struct Block {
     const auto score = [&](const QueryStep& step) {
       return score_gradients(p, step, s, c.key_tile, [] {}, [](const ScoreFragments&, bool) {});
     };
-    QueryStep step = first(), next = after(step), previous{-1};
+    QueryStep step = first(), next = after(step);
     fetch(step);
     fetch_rows(step);
     fetch(next);
@@ -367,16 +364,15 @@ struct Block {
         if (half == rematerialized_thread() / 32 / (Config::warps / 2)) {
           if (has(next)) found = score(next);
         } else {
-          pass_turn(previous);  // by the half that comes here second
-          add_query_gradients(step, visible_only);
+          pass_turn_before(step);  // by the half that comes here second
           add_key_gradients(step, visible_only);
+          add_query_gradients(step, visible_only);
         }
       }
-      previous = step;
       step = next;
       next = second;
     }
-    pass_last_turn(previous);
+    pass_last_turn(step);
   }
 
   __device__ __forceinline__ void write() {

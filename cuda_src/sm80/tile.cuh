@@ -170,9 +170,6 @@ struct FragmentAddress {
   // Further on by whole spans along Dim, for loops that are not unrolled.
   __device__ __forceinline__ FragmentAddress after_spans(int spans) const { return {origin + spans * span_bytes}; }
 
-  // The same with another block along Dim as the first, for loops that are not unrolled.
-  __device__ __forceinline__ FragmentAddress from_block(int dim_block) const { return {block(0, dim_block)}; }
-
   // Further on by blocks of 16 rows.
   __device__ __forceinline__ FragmentAddress after_rows(int blocks) const {
     return {origin + blocks * 16 * Layout::row_bytes};

@@ -59,8 +59,8 @@ class Sm80BackwardConfig:
         Blocks that registers and shared memory must leave room for on one multiprocessor.
     rolled_spans : int
         Spans of 64 columns in one step of the rolled loop over head_dim of the score products; 0 unrolls it.
-    key_blocks : int
-        Blocks of 16 keys in one step of the rolled loop over keys of the product for dq.
+    rolled_columns : bool
+        Whether the loop over columns of dq stays rolled.
     row_blocks : int
         Blocks of 16 rows in one step of the rolled loop over query rows of the products for dk and dv.
     reduce_width : int
@@ -93,7 +93,7 @@ class Sm80BackwardConfig:
     stages: int
     blocks_per_sm: int
     rolled_spans: int
-    key_blocks: int
+    rolled_columns: bool
     row_blocks: int
     reduce_width: int
     spread_rows: bool
@@ -217,7 +217,6 @@ class _Tile:
     stages: int
     blocks_per_sm: int
     rolled_spans: int = 0
-    key_blocks: int = 4
     row_blocks: int = 2
     score_warps_n: int = 0  # that of dk and dv
 
@@ -234,8 +233,8 @@ _TILES = (
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2, rolled_spans=1),
     _Tile(128, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1),
     _Tile(256, 64, 64, warps=8, warps_n=4, stages=2, blocks_per_sm=1, rolled_spans=1),
-    _Tile(256, 64, 64, warps=8, warps_n=4, stages=1, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
-    _Tile(256, 32, 32, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1, key_blocks=2),
+    _Tile(256, 64, 64, warps=8, warps_n=4, stages=1, blocks_per_sm=1, rolled_spans=1),
+    _Tile(256, 32, 32, warps=4, warps_n=2, stages=1, blocks_per_sm=1, rolled_spans=1),
 )
 
 
@@ -276,8 +275,6 @@ def _config(tile: _Tile, problem: Problem, operands: BackwardOperands, **mode: A
     # In longer steps ptxas spills what it loads ahead.
     if tile.stages == 3 and mode["ordered"]:
         fields["row_blocks"] = min(tile.row_blocks, 2)
-    if tile.max_dim > 128 and vector_bytes < 16:
-        fields["key_blocks"] = min(tile.key_blocks, 2)
     return Sm80BackwardConfig(
         element=problem.dtype,
         tile_d=tile_d,
@@ -288,6 +285,7 @@ def _config(tile: _Tile, problem: Problem, operands: BackwardOperands, **mode: A
         has_band=problem.has_band,
         score=score_stage(problem),
         spread_rows=False,
+        rolled_columns=tile.max_dim > 128 and mode["ordered"] and not problem.has_band,
         **fields,
         **mode,
     )
@@ -367,15 +365,17 @@ def grid(config: Any, problem: Problem, batch: int) -> tuple[int, int, int]:
     return (tiles * problem.heads_kv * batch, 1, 1) if config.ordered else (tiles, problem.heads_kv, batch)
 
 
-def section(config: Any, device: DeviceInfo) -> int:
-    """Heads whose key tiles mingle where blocks take turns, so that three blocks of a head run at a time.
+def section(config: Any, problem: Problem, device: DeviceInfo) -> int:
+    """Heads whose key tiles mingle where blocks take turns.
 
-    With more they would wait for their turns, with fewer each would read its query rows alone. Behind a mask blocks
-    begin with different rows: they need not wait, and find rows in the L2 cache that others of their head have read.
+    A block is to begin when the one before it has had its turn at the first rows: about a step later. So as many heads
+    as make the blocks of one head begin a step apart; no more, since its blocks share its rows in the L2 cache. Behind
+    a mask they begin with different rows and need not wait.
     """
     if not isinstance(config, Sm80BackwardConfig) or config.has_band:
         return 1
-    return max(1, device.multiprocessors * config.blocks_per_sm // 3)
+    steps = problem.group * -(-problem.seqlen_q // config.tile_m)
+    return -(-device.multiprocessors * config.blocks_per_sm // max(steps, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,7 +479,7 @@ class Sm80BackwardLaunch:
                 (o.dout, o.dq, o.dk, o.dv),
                 score_stage(p),
                 padded_rows(p),
-                section(kernel, device),
+                section(kernel, p, device),
             )
             launch = BackwardLaunch(loaded, device.index, params, kernel.threads, kernel.shared_bytes)
             pieces = [(i, min(MAX_GRID_YZ, p.batch - i)) for i in range(0, p.batch, MAX_GRID_YZ)]
