@@ -182,7 +182,7 @@ def attention_backward(
     The weights are computed again, tile by tile, from the lse of the forward pass; nothing of the size
     seqlen_q x seqlen_k is stored in either pass. The computation runs where the arrays are, as that of
     :func:`attention` does: on the CPU for all dtypes, on CUDA for float16 and bfloat16, not yet from JAX. There the
-    temporary memory is one float32 number a row of q, and without `deterministic` the size of dq in float32.
+    temporary memory is one float32 number a row of q and the size of dq in float32.
 
     Parameters
     ----------

@@ -102,11 +102,11 @@ OWN_ROWS = {"warps_n": 2, "score_warps_n": 1, "stages": 2, "row_blocks": 2}
     ids=str,
 )
 def test_ways_to_share_out_a_tile(tile, fields, sizes, options, deterministic, monkeypatch):
-    """Warps ahead of others, dS in registers; where the order is open, blocks also begin with different rows."""
+    """Warps ahead of others, and dS in registers."""
     choose = sm80_backward.backward_config
 
     def other(*args, **how):
-        changes = {"tile_m": tile[0], "tile_n": tile[1], "spread_rows": not how["deterministic"]} | fields
+        changes = {"tile_m": tile[0], "tile_n": tile[1]} | fields
         return replace(choose(*args, **how), **changes)
 
     monkeypatch.setattr(sm80_backward, "backward_config", other)

@@ -290,12 +290,13 @@ struct GradientOperand {
 constexpr int kGradientColumns = GradientOperand::held ? 2 : Shape::d_tiles;
 using GradientColumns = float[Shape::m_tiles][kGradientColumns][4];
 
-// dQ = dS K by columns: use(d, fragments d and on). Careful: K's inf and NaN count as 0.
+// dQ = dS K by columns: use(d, fragments d and on). Careful: K's inf and NaN count as 0. The loop stays rolled: ptxas
+// would gather what the columns are used for behind the last product.
 template <bool Careful, class Use>
 __device__ __forceinline__ void query_gradient_columns(const GradientOperand& rdS, unsigned sK, Use&& use) {
   const ScoreWarp w;
   const auto keys = FragmentAddress<Shape::tile_d>::rows_first(sK, w.lane).template part<Shape::score_warps_n>(w.n);
-#pragma unroll(Careful || Config::rolled_columns ? 1 : Shape::d_tiles)
+#pragma unroll 1
   for (int d = 0; d < Shape::d_tiles; d += kGradientColumns) {
     GradientColumns r = {};
 #pragma unroll

@@ -43,14 +43,13 @@ struct Storage {
   }
 };
 
-// A block's way through the query tiles that see its keys: all tiles of one head, in a circle from `start` on, then
-// those of the next.
+// A block's way through the query tiles that see its keys: all tiles of one head, then those of the next.
 struct QueryStep {
   int head, tile, stage, buffer;
 
-  __device__ __forceinline__ QueryStep next(const QueryTiles& tiles, int start) const {
-    const int after = tile + 1 < tiles.last ? tile + 1 : tiles.first;
-    return {head + (after == start), after, stage + 1 < Config::stages ? stage + 1 : 0,
+  __device__ __forceinline__ QueryStep next(const QueryTiles& tiles) const {
+    const bool same_head = tile + 1 < tiles.last;
+    return {head + !same_head, same_head ? tile + 1 : tiles.first, stage + 1 < Config::stages ? stage + 1 : 0,
             Storage::overlapping ? buffer ^ 1 : 0};
   }
 
@@ -209,7 +208,7 @@ struct Block {
   const BackwardParams& p;
   const Storage s;
   const KeyTileCoordinate c;
-  int first_key, end_head, start;
+  int first_key, end_head;
   QueryTiles tiles;
   KeyGradient<Shape::tile_d> dk;
   KeyGradient<Shape::tile_dv> dv;
@@ -217,8 +216,6 @@ struct Block {
   __device__ __forceinline__ Block(const BackwardParams& params, unsigned shared)
       : p(params), s{shared}, c(coordinate(params)), first_key(c.key_tile * Shape::tile_n), tiles(of_keys(first_key)) {
     end_head = tiles.first < tiles.last ? (c.head + 1) * p.group : 0;
-    // Blocks that start together with the same rows would add to the same sums of dQ, at the same time.
-    start = tiles.first + (Config::spread_rows && end_head ? c.key_tile % (tiles.last - tiles.first) : 0);
   }
 
   static __device__ __forceinline__ KeyTileCoordinate coordinate(const BackwardParams& p) {
@@ -232,8 +229,8 @@ struct Block {
     return QueryTiles::make<Config::has_band, Shape::tile_m>(p, key, min(key + Shape::tile_n, p.seqlen_k));
   }
 
-  __device__ __forceinline__ QueryStep first() const { return {c.head * p.group, start, 0, 0}; }
-  __device__ __forceinline__ QueryStep after(const QueryStep& step) const { return step.next(tiles, start); }
+  __device__ __forceinline__ QueryStep first() const { return {c.head * p.group, tiles.first, 0, 0}; }
+  __device__ __forceinline__ QueryStep after(const QueryStep& step) const { return step.next(tiles); }
   __device__ __forceinline__ bool has(const QueryStep& step) const { return step.head < end_head; }
 
   __device__ __forceinline__ void fetch_rows(const QueryStep& step) const {

@@ -59,14 +59,10 @@ class Sm80BackwardConfig:
         Blocks that registers and shared memory must leave room for on one multiprocessor.
     rolled_spans : int
         Spans of 64 columns in one step of the rolled loop over head_dim of the score products; 0 unrolls it.
-    rolled_columns : bool
-        Whether the loop over columns of dq stays rolled.
     row_blocks : int
         Blocks of 16 rows in one step of the rolled loop over query rows of the products for dk and dv.
     reduce_width : int
         Numbers in one atomic addition to the sums of dq: 4 from sm_90 on, else 1.
-    spread_rows : bool
-        Whether blocks begin with different query rows.
     ordered : bool
         Whether the order of the additions to the sums of dq is fixed.
     vector_bytes, out_vector_bytes : int
@@ -93,10 +89,8 @@ class Sm80BackwardConfig:
     stages: int
     blocks_per_sm: int
     rolled_spans: int
-    rolled_columns: bool
     row_blocks: int
     reduce_width: int
-    spread_rows: bool
     ordered: bool
     vector_bytes: int
     out_vector_bytes: int
@@ -225,7 +219,7 @@ class _Tile:
 # fits at all.
 _TILES = (
     _Tile(64, 128, 64, warps=4, warps_n=2, score_warps_n=1, stages=2, blocks_per_sm=2, row_blocks=8),
-    _Tile(64, 128, 64, warps=4, warps_n=2, score_warps_n=1, stages=1, blocks_per_sm=2, row_blocks=8),
+    _Tile(64, 128, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2, row_blocks=8),
     _Tile(64, 64, 64, warps=4, warps_n=2, stages=1, blocks_per_sm=2),
     _Tile(128, 64, 128, warps=8, warps_n=4, stages=3, blocks_per_sm=1, rolled_spans=1, row_blocks=4),
     _Tile(128, 64, 128, warps=8, warps_n=4, stages=2, blocks_per_sm=1, rolled_spans=1, row_blocks=4),
@@ -284,8 +278,6 @@ def _config(tile: _Tile, problem: Problem, operands: BackwardOperands, **mode: A
         exact_dims=(problem.head_dim, problem.head_dim_v) == (tile_d, tile_dv),
         has_band=problem.has_band,
         score=score_stage(problem),
-        spread_rows=False,
-        rolled_columns=tile.max_dim > 128 and mode["ordered"] and not problem.has_band,
         **fields,
         **mode,
     )
