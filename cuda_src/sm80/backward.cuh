@@ -1,5 +1,5 @@
-// What the backward kernels share: the shape of a block, and the way from the two score products of a pair of tiles to
-// its weights P and their gradients dS (FlashAttention-2, Dao 2023, section 3.2).
+// For sm80_backward.cu: the shape of a block, and the way from the two score products of a pair of tiles to its weights
+// P, their gradients dS and dQ (FlashAttention-2, Dao 2023, section 3.2).
 //
 // The warps of a block form a grid for every product, rows of the result by its first number and columns by its second:
 // (score_warps_m, score_warps_n) for S, dP and dQ, (warps_m, warps_n) for dK and dV. P and dS go through shared memory,
