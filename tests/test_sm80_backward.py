@@ -23,6 +23,7 @@ from cuflash.variants.sm80_backward import (
     grid,
     padded_rows,
     prepare_config,
+    section,
     workspace_shapes,
 )
 
@@ -137,6 +138,23 @@ def test_grids_cover_keys_and_rows():
     for config in (first, last):
         tiles, heads, batch = grid(config, p, 3)
         assert (tiles * config.tile_m, heads, batch) == (padded_rows(p), 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "heads"),
+    [
+        ({"m": 512}, 66),  # 4 steps of 128 rows, 2 blocks on each of 132 multiprocessors
+        ({"m": 512, "hq": 16}, 33),  # each block walks two query heads
+        ({"m": 100_000}, 1),
+        ({"m": 512, "b": 3}, 24),  # all there are
+        ({"m": 512, "causal": True}, 1),
+    ],
+    ids=str,
+)
+def test_heads_that_mingle_where_blocks_take_turns(change, heads):
+    p, device = problem(**{"n": 512, "d": 64, "hq": 8, "hkv": 8, "b": 64} | change), known_device("sm_90")
+    main = backward_config(p, layouts(), device, deterministic=True)
+    assert section(main, p, device) == heads
 
 
 @pytest.mark.parametrize(("m", "rows"), [(0, 0), (1, 128), (128, 128), (129, 256)])

@@ -367,7 +367,8 @@ def section(config: Any, problem: Problem, device: DeviceInfo) -> int:
     if not isinstance(config, Sm80BackwardConfig) or config.has_band:
         return 1
     steps = problem.group * -(-problem.seqlen_q // config.tile_m)
-    return -(-device.multiprocessors * config.blocks_per_sm // max(steps, 1))
+    together = -(-device.multiprocessors * config.blocks_per_sm // max(steps, 1))
+    return min(together, problem.heads_kv * problem.batch)
 
 
 @dataclass(frozen=True, slots=True)
