@@ -1,7 +1,8 @@
 // Whose turn it is to add to the sums of dQ, where the order of the additions is fixed: that of the blocks, one key
 // tile each. A word for every 32 query rows counts the blocks that are through with the query tile that begins there;
 // blocks that the mask keeps away from the tile are counted with those before them. A block waits for its predecessor
-// alone, which has started earlier, so that waiting ends whatever else runs on the GPU.
+// alone. That has a smaller index, and blocks are started in the order of their indices, so that waiting ends whatever
+// else runs on the GPU.
 #pragma once
 
 #include "core/params.cuh"
