@@ -37,6 +37,25 @@ def differing(a, b):
     return (a.view(bits) != b.view(bits)).sum()
 
 
+def leave_nan_in_free_memory(torch):
+    """What is allocated next comes from CUDA memory that held NaN."""
+    poison = [torch.full((1 << 18,), float("nan"), device="cuda") for _ in range(64)]
+    torch.cuda.synchronize()
+    del poison
+
+
+def on_eight_streams(torch, rounds, run):
+    """Results of `run`, called on eight streams in turns without waiting in between; all are finished."""
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(8)]
+    results = []
+    for stream in streams * rounds:
+        with torch.cuda.stream(stream):
+            results.append(run())
+    torch.cuda.synchronize()
+    return results
+
+
 class _Forbidden:
     """A variant that takes every problem and must not be reached."""
 

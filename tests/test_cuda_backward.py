@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from backends import Target, differing
+from backends import Target, differing, leave_nan_in_free_memory, on_eight_streams
 
 import cuflash
 from cuflash.reference import attention_backward_reference, check_backward
@@ -14,6 +14,12 @@ MODES = pytest.mark.parametrize("deterministic", [False, True])
 
 def target(variant, dtype="bfloat16"):
     return Target("torch", "cuda", variant, dtype)
+
+
+def _part(batch, head, group):
+    """Where one batch entry and key/value head stand in an array of queries' rows, and in one of keys'."""
+    entry = slice(batch, batch + 1)
+    return np.s_[entry, :, head * group : (head + 1) * group], np.s_[entry, :, head : head + 1]
 
 
 class Pass:
@@ -38,22 +44,15 @@ class Pass:
 
     def part(self, batch, head, group=1):
         """Inputs of one batch entry and key/value head, with its query heads."""
-        heads = slice(head * group, (head + 1) * group)
-        entry = slice(batch, batch + 1)
-        queries = [x[entry, :, heads] for x in (self.dout, self.q)]
-        keys = [x[entry, :, head : head + 1] for x in (self.k, self.v)]
-        return (*queries, *keys, self.out[entry, :, heads], self.lse[entry, heads])
+        queries, keys = _part(batch, head, group)
+        lse = self.lse[queries[0], queries[2]]
+        return self.dout[queries], self.q[queries], self.k[keys], self.v[keys], self.out[queries], lse
 
     def check(self, grads, batch, head, group=1):
         """Hold the gradients of one batch entry and key/value head to the error rule."""
         numpy = self.target.kit.numpy
-        heads = slice(head * group, (head + 1) * group)
-        dq, dk, dv = grads
-        mine = (
-            dq[batch : batch + 1, :, heads],
-            dk[batch : batch + 1, :, head : head + 1],
-            dv[batch : batch + 1, :, head : head + 1],
-        )
+        queries, keys = _part(batch, head, group)
+        mine = [x[at] for x, at in zip(grads, (queries, keys, keys), strict=True)]
         inputs = [numpy(x.contiguous()) for x in self.part(batch, head, group)]
         check_backward([numpy(x.contiguous()) for x in mine], *inputs, **self.options)
 
@@ -170,14 +169,7 @@ def test_traffic_and_other_streams_change_no_value(variant, deterministic):
     case = Pass(variant, b=2, m=1500, n=1500, hq=4, hkv=4, d=64, causal=True)
     torch = case.target.kit.torch
     case.run(deterministic=deterministic)
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in range(8)]
-    results = []
-    for _ in range(5):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                results.append(case.run(deterministic=deterministic))
-    torch.cuda.synchronize()
+    results = on_eight_streams(torch, 5, lambda: case.run(deterministic=deterministic))
     case.check(results[0], 0, 0)
     for grads in results:
         for got, want in zip(grads, results[0], strict=True):
@@ -215,9 +207,7 @@ def test_fresh_memory_full_of_nan(variant, d, deterministic):
     case = Pass(variant, b=2, m=333, n=222, hq=4, hkv=2, d=d)
     torch = case.target.kit.torch
     torch.cuda.empty_cache()
-    poison = [torch.full((1 << 18,), float("nan"), device="cuda") for _ in range(64)]
-    torch.cuda.synchronize()
-    del poison
+    leave_nan_in_free_memory(torch)
     grads = case.run(deterministic=deterministic)
     for batch in range(2):
         case.check(grads, batch, 0, group=2)

@@ -1,8 +1,10 @@
 """What every CUDA variant must stand on a GPU: huge and far-apart arrays, extreme scores, repeats, races, graphs."""
 
+from functools import partial
+
 import numpy as np
 import pytest
-from backends import Target, assert_same_bits, differing
+from backends import Target, assert_same_bits, differing, leave_nan_in_free_memory, on_eight_streams
 
 import cuflash
 from cuflash.reference import check_forward
@@ -187,9 +189,7 @@ def test_fresh_memory_full_of_nan(variant, d):
     arrays = [t.make(x) for x in (q, k, v)]
     for options in ({}, {"causal": True}):
         torch.cuda.empty_cache()
-        poison = [torch.full((1 << 18,), float("nan"), device="cuda") for _ in range(64)]
-        torch.cuda.synchronize()
-        del poison
+        leave_nan_in_free_memory(torch)
         out, lse = t.call(*arrays, **options)
         check_forward(out, q, k, v, lse=lse, **options)
 
@@ -203,15 +203,8 @@ def test_launches_on_many_streams_share_nothing(variant, d):
     torch = t.kit.torch
     q, k, v = (t.make(x) for x in t.inputs(b=4, m=1500, n=1500, hq=8, hkv=8, d=d))
     want, want_lse = cuflash.attention(q, k, v, variant=variant, causal=True, return_lse=True)
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in range(8)]
-    results = []
-    for _ in range(20):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                results.append(cuflash.attention(q, k, v, variant=variant, causal=True, return_lse=True))
-    torch.cuda.synchronize()
-    for out, lse in results:
+    attend = partial(cuflash.attention, q, k, v, variant=variant, causal=True, return_lse=True)
+    for out, lse in on_eight_streams(torch, 20, attend):
         assert torch.equal(out, want) and torch.equal(lse, want_lse)
 
 

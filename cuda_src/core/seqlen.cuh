@@ -5,11 +5,15 @@
 
 namespace cuflash {
 
-// Key tiles [first, last) of TileN keys for query rows [row_begin, row_end). Tiles start at multiples of TileN from
-// key 0, whatever the query tile, so that a row's sums group the same way in every problem.
-struct KeyTiles {
+struct TileRange {
   int first, last;
 
+  __device__ __forceinline__ bool contains(int tile) const { return tile >= first && tile < last; }
+};
+
+// Key tiles [first, last) of TileN keys for query rows [row_begin, row_end). Tiles start at multiples of TileN from
+// key 0, whatever the query tile, so that a row's sums group the same way in every problem.
+struct KeyTiles : TileRange {
   template <bool HasBand, int TileN>
   static __device__ __forceinline__ KeyTiles make(const ForwardParams& p, int row_begin, int row_end) {
     if constexpr (HasBand) {
@@ -32,14 +36,10 @@ struct KeyTiles {
       return {0, p.seqlen_k / TileN};
     }
   }
-
-  __device__ __forceinline__ bool contains(int tile) const { return tile >= first && tile < last; }
 };
 
 // Query tiles [first, last) of TileM rows for keys [key_begin, key_end). Empty when none of their rows sees a key.
-struct QueryTiles {
-  int first, last;
-
+struct QueryTiles : TileRange {
   template <bool HasBand, int TileM>
   static __device__ __forceinline__ QueryTiles make(const ForwardParams& p, int key_begin, int key_end) {
     if constexpr (HasBand) {
@@ -50,8 +50,6 @@ struct QueryTiles {
       return {0, (p.seqlen_q + TileM - 1) / TileM};
     }
   }
-
-  __device__ __forceinline__ bool contains(int tile) const { return tile >= first && tile < last; }
 };
 
 // Whether a key tile holds a key that some row of [row_begin, row_begin + TileM) does not see.

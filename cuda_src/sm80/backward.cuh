@@ -264,7 +264,7 @@ struct GradientOperand {
     a.at =
         FragmentAddress<Shape::tile_n>::rows_first(sdS + w.query_row() * TileLayout<Shape::tile_n>::row_bytes, w.lane);
 #pragma unroll
-    for (int k = 0; k < (held ? blocks : 0); ++k) a.load(a.r[k], k);
+    for (int k = 0; k < (held ? blocks : 0); ++k) load_operand<1>(a.r[k], a.at, k);
     return a;
   }
 
@@ -275,13 +275,8 @@ struct GradientOperand {
 #pragma unroll
         for (int i = 0; i < 4; ++i) rA[m][i] = r[k][m][i];
     } else {
-      load(rA, k);
+      load_operand<1>(rA, at, k);
     }
-  }
-
-  __device__ __forceinline__ void load(unsigned (&rA)[Shape::m_tiles][4], int k) const {
-#pragma unroll
-    for (int m = 0; m < Shape::m_tiles; ++m) ldmatrix_x4(rA[m], at.block(m, k));
   }
 };
 
@@ -290,9 +285,9 @@ struct GradientOperand {
 constexpr int kGradientColumns = GradientOperand::held ? 2 : Shape::d_tiles;
 using GradientColumns = float[Shape::m_tiles][kGradientColumns][4];
 
-// dQ = dS K by columns: use(d, fragments d and on). Careful: K's inf and NaN count as 0. The loop stays rolled: ptxas
-// would gather what the columns are used for behind the last product.
-template <bool Careful, class Use>
+// dQ = dS K by columns: use(d, fragments d and on). FiniteOnly: K's inf and NaN count as 0. The loop stays rolled:
+// ptxas would gather what the columns are used for behind the last product.
+template <bool FiniteOnly, class Use>
 __device__ __forceinline__ void query_gradient_columns(const GradientOperand& rdS, unsigned sK, Use&& use) {
   const ScoreWarp w;
   const auto keys = FragmentAddress<Shape::tile_d>::rows_first(sK, w.lane).template part<Shape::score_warps_n>(w.n);
@@ -303,20 +298,14 @@ __device__ __forceinline__ void query_gradient_columns(const GradientOperand& rd
     for (int k = 0; k < GradientOperand::blocks; ++k) {
       unsigned rA[Shape::m_tiles][4];
       rdS.get(rA, k);
-#pragma unroll
-      for (int n = 0; n < kGradientColumns; n += 2) {
-        unsigned rB[4];
-        ldmatrix_x4_trans(rB, keys.template block<Shape::score_warps_n>(k, (d + n) / 2));
-        if constexpr (Careful) FiniteOrZero<Shape::Element>()(rB);
-        multiply_block<Shape::Element>(r, n, rA, rB);
-      }
+      multiply_by_rows<Shape::Element, Shape::score_warps_n, FiniteOnly>(r, rA, keys, k, d);
     }
     use(d, r);
   }
 }
 
 // Inf and NaN under a mask: P and dS are 0 for a hidden pair, but 0 * NaN is NaN inside the matrix products. A pair of
-// tiles that needs a mask and holds one multiplies with FiniteOrZero, so that what sees none keeps its bits, and adds
+// tiles that needs a mask and holds one multiplies with FiniteOnly, so that what sees none keeps its bits, and adds
 // the rest here: acc (row, column) += sum of a(k, row) * b(k, column) over the inf and NaN of b at those k in [0,
 // Count) that visible(k, m, half) names. a gives one number, b a packed pair of neighbouring columns.
 template <int Count, int MTiles, int NTiles, class Visible, class A, class B>

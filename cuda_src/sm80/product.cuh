@@ -8,18 +8,22 @@
 
 namespace cuflash {
 
-// What a product does to its B fragments: nothing, or 0 in the place of inf and NaN.
-struct Unchanged {
-  __device__ __forceinline__ void operator()(unsigned (&)[4]) const {}
-};
+// The A operand: rows of a tile by rows_first, from column 16 * k on, in one of Parts parts of the columns.
+template <int Parts, int Dim, int MTiles>
+__device__ __forceinline__ void load_operand(unsigned (&r)[MTiles][4], const FragmentAddress<Dim>& a, int k) {
+#pragma unroll
+  for (int m = 0; m < MTiles; ++m) ldmatrix_x4(r[m], a.template block<Parts>(m, k));
+}
 
-template <class Element>
-struct FiniteOrZero {
-  __device__ __forceinline__ void operator()(unsigned (&r)[4]) const {
+// The B operand, two fragments: rows of a tile from 16 * k on. FiniteOnly: 0 in the place of inf and NaN.
+template <class Element, int Parts, bool FiniteOnly, int Dim>
+__device__ __forceinline__ void load_rows(unsigned (&r)[4], const FragmentAddress<Dim>& b, int k, int column_block) {
+  ldmatrix_x4_trans(r, b.template block<Parts>(k, column_block));
+  if constexpr (FiniteOnly) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) r[i] = finite_or_zero<Element>(r[i]);
   }
-};
+}
 
 template <class Element, int MTiles, int NTiles>
 __device__ __forceinline__ void multiply_block(float (&acc)[MTiles][NTiles][4], int n, const unsigned (&a)[MTiles][4],
@@ -43,15 +47,15 @@ __device__ __forceinline__ void pack_operand(unsigned (&a)[MTiles][4], const flo
     }
 }
 
-// acc += a B over 16 rows of B, from 16 * k on: B by rows_first, in one of Parts parts of its columns.
-template <class Element, int Parts, int Dim, int MTiles, int NTiles, class OnB = Unchanged>
+// acc += a B over 16 rows of B, from 16 * k on, and columns from 8 * first on: B by rows_first, in one of Parts parts
+// of its columns.
+template <class Element, int Parts, bool FiniteOnly = false, int Dim, int MTiles, int NTiles>
 __device__ __forceinline__ void multiply_by_rows(float (&acc)[MTiles][NTiles][4], const unsigned (&a)[MTiles][4],
-                                                 const FragmentAddress<Dim>& b, int k, const OnB& on_b = {}) {
+                                                 const FragmentAddress<Dim>& b, int k, int first = 0) {
 #pragma unroll
   for (int n = 0; n < NTiles; n += 2) {
     unsigned rB[4];
-    ldmatrix_x4_trans(rB, b.template block<Parts>(k, n / 2));
-    on_b(rB);
+    load_rows<Element, Parts, FiniteOnly>(rB, b, k, (first + n) / 2);
     multiply_block<Element>(acc, n, a, rB);
   }
 }
@@ -92,10 +96,7 @@ __device__ __forceinline__ void product_nt(float (&acc)[MTiles][NTiles][4], Frag
   struct Operands {
     FragmentAddress<Dim> a, b;
 
-    __device__ __forceinline__ void load_a(unsigned (&r)[MTiles][4], int k) const {
-#pragma unroll
-      for (int m = 0; m < MTiles; ++m) ldmatrix_x4(r[m], a.block(m, k));
-    }
+    __device__ __forceinline__ void load_a(unsigned (&r)[MTiles][4], int k) const { load_operand<1>(r, a, k); }
     __device__ __forceinline__ void load_b(unsigned (&r)[4], int k, int n) const { ldmatrix_x4(r, b.block(n, k)); }
     __device__ __forceinline__ Operands next() const { return {a.after_spans(spans), b.after_spans(spans)}; }
   };
@@ -110,10 +111,10 @@ __device__ __forceinline__ void product_nt(float (&acc)[MTiles][NTiles][4], Frag
 
 // acc += A^T B over 16 * Blocks rows of both: A by columns_first, B by rows_first, in one of AParts and BParts parts of
 // their columns.
-template <class Element, int Blocks, int Step, int AParts, int BParts, int ADim, int BDim, int MTiles, int NTiles,
-          class OnB = Unchanged>
+template <class Element, int Blocks, int Step, int AParts, int BParts, bool FiniteOnly, int ADim, int BDim, int MTiles,
+          int NTiles>
 __device__ __forceinline__ void product_tn(float (&acc)[MTiles][NTiles][4], FragmentAddress<ADim> a,
-                                           FragmentAddress<BDim> b, OnB = {}) {
+                                           FragmentAddress<BDim> b) {
   static_assert(Blocks % Step == 0, "whole steps");
   struct Operands {
     FragmentAddress<ADim> a;
@@ -124,8 +125,7 @@ __device__ __forceinline__ void product_tn(float (&acc)[MTiles][NTiles][4], Frag
       for (int m = 0; m < MTiles; ++m) ldmatrix_x4_trans(r[m], a.template block<AParts>(k, m));
     }
     __device__ __forceinline__ void load_b(unsigned (&r)[4], int k, int n) const {
-      ldmatrix_x4_trans(r, b.template block<BParts>(k, n));
-      OnB()(r);
+      load_rows<Element, BParts, FiniteOnly>(r, b, k, n);
     }
     __device__ __forceinline__ Operands next() const { return {a.after_rows(Step), b.after_rows(Step)}; }
   };

@@ -70,13 +70,13 @@ struct KeyGradient {
   float r[Shape::key_tiles][column_tiles][4] = {};
 
   // += S^T X, where S is P or dS (tile_m, tile_n) and X is dO or Q (tile_m, Dim).
-  template <class OnX = Unchanged>
-  __device__ __forceinline__ void accumulate(unsigned sScores, unsigned sX, OnX on_x = {}) {
+  template <bool FiniteOnly = false>
+  __device__ __forceinline__ void accumulate(unsigned sScores, unsigned sX) {
     const KeyWarp w;
     const auto scores = FragmentAddress<Shape::tile_n>::columns_first(sScores, w.lane);
     const auto rows = FragmentAddress<Dim>::rows_first(sX, w.lane);
-    product_tn<Shape::Element, Shape::tile_m / 16, Config::row_blocks, Shape::warps_m, Shape::warps_n>(
-        r, scores.template part<Shape::warps_m>(w.m), rows.template part<Shape::warps_n>(w.n), on_x);
+    product_tn<Shape::Element, Shape::tile_m / 16, Config::row_blocks, Shape::warps_m, Shape::warps_n, FiniteOnly>(
+        r, scores.template part<Shape::warps_m>(w.m), rows.template part<Shape::warps_n>(w.n));
   }
 
   // The same without what an inf or NaN in X does to hidden pairs.
@@ -84,7 +84,7 @@ struct KeyGradient {
                                                      int row_begin, int first_key) {
     const KeyWarp w;
     const auto key = [&](int m, int half) { return fragment_key(w, m, half) + w.lane / 4; };
-    accumulate(sScores, sX, FiniteOrZero<Shape::Element>());
+    accumulate<true>(sScores, sX);
     add_visible_nonfinite<Shape::tile_m>(
         r,
         [&](int k, int m, int half) {

@@ -319,8 +319,7 @@ __device__ __forceinline__ void accumulate_output(float (&rO)[Shape::m_tiles][Sh
 #pragma unroll
     for (int k = 0; k < blocks; ++k) {
       unsigned rA[Shape::m_tiles][4];
-#pragma unroll
-      for (int m = 0; m < Shape::m_tiles; ++m) ldmatrix_x4(rA[m], weights.block<2>(m, k));
+      load_operand<2>(rA, weights, k);
       multiply_by_rows<Shape::Element, Shape::warps_n>(rO, rA, value, k);
     }
   }

@@ -64,6 +64,7 @@ def round_up(x: int, multiple: int) -> int:
 
 
 _Config = TypeVar("_Config", bound=Any)
+_Tile = TypeVar("_Tile", bound=Any)
 
 
 def first_that_fits(configs: Iterable[_Config], device: DeviceInfo) -> _Config | None:
@@ -75,6 +76,12 @@ def first_that_fits(configs: Iterable[_Config], device: DeviceInfo) -> _Config |
         if config.blocks_per_sm * (config.shared_bytes + _RESERVED_SHARED) <= device.shared_memory_sm
     )
     return next(together, fitting[0] if fitting else None)
+
+
+def tiles_of_size(table: Iterable[_Tile], problem: Problem) -> list[_Tile]:
+    """The entries of a table of tiles whose ``max_dim`` is the smallest that holds both head dims."""
+    fitting = [tile for tile in table if max(problem.head_dim, problem.head_dim_v) <= tile.max_dim]
+    return [tile for tile in fitting if tile.max_dim == min(other.max_dim for other in fitting)]
 
 
 def ci_problems() -> Iterator[tuple[Problem, str, int]]:

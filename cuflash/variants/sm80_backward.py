@@ -29,7 +29,7 @@ from cuflash.device import known_device
 from cuflash.launch import MAX_GRID_YZ, BackwardLaunch, backward_params
 from cuflash.problem import BackwardProblem, Problem
 from cuflash.variants.base import BackwardOperands, DeviceInfo, Launcher, Operand, Operands
-from cuflash.variants.cuda import CudaVariant, ci_problems, first_that_fits, round_up, score_stage
+from cuflash.variants.cuda import CudaVariant, ci_problems, first_that_fits, round_up, score_stage, tiles_of_size
 
 ROW_TILE = 128  # the workspace holds this many rows of a head, or a multiple; every tile_m divides it
 TURN_ROWS = 32  # for each of which there is a word in the deterministic workspace; divides every tile_m
@@ -265,7 +265,6 @@ def _config(tile: _Tile, problem: Problem, operands: BackwardOperands, **mode: A
     if tile_d % 64 or tile_dv % 64:
         fields["warps_n"] = min(tile.warps_n, 2)
     fields["score_warps_n"] = tile.score_warps_n or fields["warps_n"]
-    vector_bytes = min(x.alignment for x in (operands.q, operands.k, operands.v, operands.dout))
     # In longer steps ptxas spills what it loads ahead.
     if tile.stages == 3 and mode["ordered"]:
         fields["row_blocks"] = min(tile.row_blocks, 2)
@@ -273,7 +272,7 @@ def _config(tile: _Tile, problem: Problem, operands: BackwardOperands, **mode: A
         element=problem.dtype,
         tile_d=tile_d,
         tile_dv=tile_dv,
-        vector_bytes=vector_bytes,
+        vector_bytes=min(x.alignment for x in (operands.q, operands.k, operands.v, operands.dout)),
         out_vector_bytes=min(x.store_bytes for x in (operands.dk, operands.dv)),
         exact_dims=(problem.head_dim, problem.head_dim_v) == (tile_d, tile_dv),
         has_band=problem.has_band,
@@ -293,10 +292,8 @@ def backward_config(
     ValueError
         When no tile fits the device's shared memory.
     """
-    largest = max(problem.head_dim, problem.head_dim_v)
-    size = min(tile.max_dim for tile in _TILES if largest <= tile.max_dim)
     mode = {"ordered": deterministic, "reduce_width": _reduce_width(device)}
-    candidates = [_config(tile, problem, operands, **mode) for tile in _TILES if tile.max_dim == size]
+    candidates = [_config(tile, problem, operands, **mode) for tile in tiles_of_size(_TILES, problem)]
     config: Sm80BackwardConfig | None = first_that_fits(candidates, device)
     if config is None:
         smallest = min(config.shared_bytes for config in candidates)
@@ -462,6 +459,7 @@ class Sm80BackwardLaunch:
         p, o = problem, operands
         self._workspace = config.workspace
         self._kernels = []
+        self._pieces = {start: min(MAX_GRID_YZ, p.batch - start) for start in range(0, p.batch, MAX_GRID_YZ)}
         for kernel in config.kernels:
             if 0 in grid(kernel, p, p.batch):  # no rows, or no keys
                 continue
@@ -475,13 +473,11 @@ class Sm80BackwardLaunch:
                 section(kernel, p, device),
             )
             launch = BackwardLaunch(loaded, device.index, params, kernel.threads, kernel.shared_bytes)
-            pieces = [(i, min(MAX_GRID_YZ, p.batch - i)) for i in range(0, p.batch, MAX_GRID_YZ)]
-            self._kernels.append((launch, {start: grid(kernel, p, count) for start, count in pieces}))
+            self._kernels.append((launch, {start: grid(kernel, p, count) for start, count in self._pieces.items()}))
         rows = 4 * p.heads_q * p.seqlen_q
         step = {name: getattr(o, name).strides[0] * p.itemsize for name in o.__slots__}
         step |= {"lse": rows, "dlse": rows} | {name: size // max(p.batch, 1) for name, size in config.workspace}
         self._steps = tuple(step.get(name, 0) for name in BackwardLaunch.NAMES)
-        self._batch = p.batch
 
     def __call__(
         self,
@@ -503,7 +499,7 @@ class Sm80BackwardLaunch:
             at[name] = workspace
             workspace += size
         pointers = (q, k, v, out, lse, dout, dlse, dq, dk, dv, at["delta"], at["dq_sum"], at.get("turns", 0))
-        for start in range(0, self._batch, MAX_GRID_YZ):
+        for start in self._pieces:
             moved = [x + start * step if x else 0 for x, step in zip(pointers, self._steps, strict=True)]
             for launch, grids in self._kernels:
                 launch(moved, grids[start], stream)

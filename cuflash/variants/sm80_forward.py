@@ -14,7 +14,7 @@ from cuflash.device import known_device
 from cuflash.launch import MAX_GRID_YZ, ForwardLaunch, forward_params
 from cuflash.problem import Problem
 from cuflash.variants.base import DeviceInfo, Launcher, Operand, Operands
-from cuflash.variants.cuda import CudaVariant, ci_problems, first_that_fits, round_up, score_stage
+from cuflash.variants.cuda import CudaVariant, ci_problems, first_that_fits, round_up, score_stage, tiles_of_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +165,7 @@ def _alignment(operands: Operands) -> int:
 
 
 def _candidates(problem: Problem, operands: Operands, device: DeviceInfo) -> list[Sm80ForwardConfig]:
-    largest = max(problem.head_dim, problem.head_dim_v)
-    size = min(tile.max_dim for tile in _TILES if largest <= tile.max_dim)
-    return [_config(tile, problem, operands, device) for tile in _TILES if tile.max_dim == size]
+    return [_config(tile, problem, operands, device) for tile in tiles_of_size(_TILES, problem)]
 
 
 def _config(tile: _Tile, problem: Problem, operands: Operands, device: DeviceInfo) -> Sm80ForwardConfig:
