@@ -24,9 +24,9 @@ POINTERS = struct.Struct("5Q")
 _REST = struct.Struct("12q9i3f")
 FORWARD_PARAMS_BYTES = POINTERS.size + _REST.size
 
-# struct BackwardParams: a ForwardParams, then eight pointers (dout, dlse, dq, dk, dv, delta, dq_sum, turns), then
+# struct BackwardParams: a ForwardParams, then nine pointers (dout, dlse, dq, dk, dv, delta, dq_sum, turns, shift), then
 #   int64 dout_batch, dout_row, dout_head, dq_..., dk_..., dv_...;  int padded_rows;  float gradient_scale;  int section
-BACKWARD_POINTERS = struct.Struct("8Q")
+BACKWARD_POINTERS = struct.Struct("9Q")
 _BACKWARD_REST = struct.Struct("12qifi4x")
 BACKWARD_PARAMS_BYTES = FORWARD_PARAMS_BYTES + BACKWARD_POINTERS.size + _BACKWARD_REST.size
 
@@ -200,7 +200,8 @@ class BackwardLaunch(KernelLaunch):
         From :func:`backward_params`.
     """
 
-    NAMES = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "delta", "dq_sum", "turns")  # the pointers
+    # The pointers.
+    NAMES = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "delta", "dq_sum", "turns", "shift")
 
     def __call__(self, pointers: Sequence[int], grid: tuple[int, int, int], stream: int) -> None:
         """Enqueue a grid; `pointers` in the order of ``NAMES``."""

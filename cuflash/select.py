@@ -30,6 +30,7 @@ REGISTRY: dict[str, Entry] = {
     "numpy": Entry("cuflash.variants.numpy_tiled", "cpu"),
 }
 BACKWARD: dict[str, Entry] = {
+    "sm90": Entry("cuflash.variants.sm90_backward", "cuda"),
     "sm80": Entry("cuflash.variants.sm80_backward", "cuda"),
     "numpy": Entry("cuflash.variants.numpy_backward", "cpu"),
 }

@@ -12,7 +12,7 @@ _PTX_TYPE = {"bfloat16": "bf16", "float16": "f16"}
 _STRUCT = """\
 template <>
 struct Wgmma<{n}, {element}> {{
-  template <int TransposeB>
+  template <int TransposeB, int TransposeA = 0>
   static __device__ __forceinline__ void ss(float (&d)[1][{blocks}][4], unsigned long long a, unsigned long long b,
                                             int accumulate) {{
     {ss}
@@ -52,11 +52,12 @@ def _statement(n: int, element: str, a_in_registers: bool) -> str:
     b = count + (4 if a_in_registers else 1)
     kind = _PTX_TYPE[element]
     # scale-d, negate a and b, transpose a (only from shared memory) and b
-    flags = f"p, 1, 1, %{b + 2}" if a_in_registers else f"p, 1, 1, 0, %{b + 2}"
+    flags = f"p, 1, 1, %{b + 2}" if a_in_registers else f"p, 1, 1, %{b + 3}, %{b + 2}"
     text = (
         f"{{ .reg .pred p; setp.ne.b32 p, %{b + 1}, 0; "
         f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{accumulators}}}, {a}, %{b}, {flags}; }}"
     )
     outputs = ", ".join(f'"+f"(d[0][{i // 4}][{i % 4}])' for i in range(count))
     operand = ", ".join(f'"r"(a[{i}])' for i in range(4)) if a_in_registers else '"l"(a)'
-    return f'asm volatile("{text}"\n: {outputs}\n: {operand}, "l"(b), "r"(accumulate), "n"(TransposeB));'
+    transposed = '"n"(TransposeB)' if a_in_registers else '"n"(TransposeB), "n"(TransposeA)'
+    return f'asm volatile("{text}"\n: {outputs}\n: {operand}, "l"(b), "r"(accumulate), {transposed});'

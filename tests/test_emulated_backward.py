@@ -12,7 +12,7 @@ from test_backward import past_float16, wide
 from test_emulated_kernels import DTYPES, WAYS, inputs
 
 import cuflash
-from cuflash import launch
+from cuflash import launch, select
 from cuflash.device import known_device
 from cuflash.plan import contiguous_operands
 from cuflash.problem import BackwardProblem, Options, make_problem
@@ -23,7 +23,9 @@ from cuflash.variants.base import BackwardOperands
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="g++ is not installed")
 
 
-def differentiate(dout, q, k, v, out, lse, way, dlse=None, deterministic=False, arch="sm_90", **options):
+def differentiate(
+    dout, q, k, v, out, lse, way, dlse=None, deterministic=False, arch="sm_90", variant="sm80", **options
+):
     """(dq, dk, dv) of contiguous (batch, seqlen, heads, head_dim) arrays."""
     dtype = next(name for name, dtype in DTYPES.items() if dtype == q.dtype)
     forward = make_problem(q.shape, k.shape, v.shape, dtype, Options(**options))
@@ -31,12 +33,13 @@ def differentiate(dout, q, k, v, out, lse, way, dlse=None, deterministic=False, 
     o = contiguous_operands(forward)
     operands = BackwardOperands(dout=o.out, q=o.q, k=o.k, v=o.v, out=o.out, dq=o.q, dk=o.k, dv=o.v)
     grads = {name: np.full_like(x, np.nan) for name, x in (("dq", q), ("dk", k), ("dv", v))}
-    shapes = sm80_backward.workspace_shapes(problem, deterministic)
-    workspace = {name: np.full(shape, np.nan, np.float32) for name, shape in shapes.items()}
+    chosen = select.load(variant, "backward")
+    parts = chosen.config(problem, operands, known_device(arch)).workspace
+    workspace = {name: np.full(size // 4, np.nan, np.float32) for name, size in parts}
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse, **grads, **workspace}
     pointers = {name: x.ctypes.data for name, x in arrays.items() if x is not None}
     pointers = {name: pointers.get(name, 0) for name in (*arrays, "turns")}
-    emulator.sm80_backward(problem, operands, known_device(arch), pointers, way)
+    emulator.backward(chosen, problem, operands, known_device(arch), pointers, way)
     return grads["dq"], grads["dk"], grads["dv"]
 
 

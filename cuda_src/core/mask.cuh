@@ -37,15 +37,29 @@ __device__ __forceinline__ int elements_before(int column) {
   return 2 * (column >> 3) + min(column & 7, 2);
 }
 
+// Scores as a matrix: row i holds column j when lower <= j - i <= upper.
+struct ScoreBand {
+  int lower, upper, rows, columns;
+
+  static __device__ __forceinline__ ScoreBand of_queries(const ForwardParams& p) {
+    return {p.diag_lower, p.diag_upper, p.seqlen_q, p.seqlen_k};
+  }
+
+  // Of the transposed matrix, whose rows are keys.
+  static __device__ __forceinline__ ScoreBand of_keys(const ForwardParams& p) {
+    return {-p.diag_upper, -p.diag_lower, p.seqlen_k, p.seqlen_q};
+  }
+};
+
 // Calls f(m, n, i) for the hidden elements of a (16 * MTiles) x (8 * NTiles) fragment; `row` and `column` are those of
-// this thread's element [0][0][0]. The keys of a row are one bit an element, whose test is cheaper than two
-// comparisons; 8 rows further down the band is 2 elements further on. With CheckRows, rows from seqlen_q on see
+// this thread's element [0][0][0]. The columns of a row are one bit an element, whose test is cheaper than two
+// comparisons; 8 rows further down the band is 2 elements further on. With CheckRows, rows that do not exist see
 // nothing.
 template <bool HasBand, bool CheckRows, int MTiles, int NTiles, class F>
-__device__ __forceinline__ void for_each_hidden(const ForwardParams& p, int row, int column, F&& f) {
-  const int begin = HasBand ? elements_before(row + p.diag_lower - column) : 0;
-  const int end = HasBand ? elements_before(row + p.diag_upper + 1 - column) : 0;
-  const int all = elements_before(p.seqlen_k - column);
+__device__ __forceinline__ void for_each_hidden(const ScoreBand& band, int row, int column, F&& f) {
+  const int begin = HasBand ? elements_before(row + band.lower - column) : 0;
+  const int end = HasBand ? elements_before(row + band.upper + 1 - column) : 0;
+  const int all = elements_before(band.columns - column);
 #pragma unroll
   for (int m = 0; m < MTiles; ++m)
 #pragma unroll
@@ -55,7 +69,7 @@ __device__ __forceinline__ void for_each_hidden(const ForwardParams& p, int row,
         const int further = 4 * m + 2 * half;
         const unsigned before_end = ~bits_from((HasBand ? min(end + further, all) : all) - word);
         unsigned visible = HasBand ? before_end & bits_from(begin + further - word) : before_end;
-        if (CheckRows && row + 16 * m + 8 * half >= p.seqlen_q) visible = 0;
+        if (CheckRows && row + 16 * m + 8 * half >= band.rows) visible = 0;
 #pragma unroll
         for (int i = word; i < 2 * NTiles && i < word + 32; ++i)
           if (!(visible >> (i - word) & 1)) f(m, i / 2, 2 * half + i % 2);
@@ -66,7 +80,7 @@ __device__ __forceinline__ void for_each_hidden(const ForwardParams& p, int row,
 template <bool HasBand, int MTiles, int NTiles>
 __device__ __forceinline__ void mask_scores(float (&rS)[MTiles][NTiles][4], const ForwardParams& p, int row,
                                             int column) {
-  for_each_hidden<HasBand, false, MTiles, NTiles>(p, row, column,
+  for_each_hidden<HasBand, false, MTiles, NTiles>(ScoreBand::of_queries(p), row, column,
                                                   [&](int m, int n, int i) { rS[m][n][i] = negative_infinity(); });
 }
 

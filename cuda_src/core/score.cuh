@@ -1,5 +1,6 @@
 // Score stages: what happens to q.k before masks and softmax. The identity compiles to nothing. The form of apply with
-// `slope` is for the backward pass, and also gives the derivative of the staged score by scale * q.k.
+// `slope` is for the backward pass, and also gives the derivative of the staged score by scale * q.k; it is 1 everywhere
+// unless the stage bends scores.
 #pragma once
 
 #include "core/params.cuh"
@@ -14,6 +15,8 @@ __device__ __forceinline__ void constant_slope(float (&slope)[4]) {
 
 // The scale is folded into the exponent (exp2_scale = scale * log2 e); needs scale > 0 so that maxima stay maxima.
 struct score_folded {
+  static constexpr bool bends = false;
+
   static __device__ __forceinline__ void apply(float (&)[4], const ForwardParams&) {}
 
   static __device__ __forceinline__ void apply(float (&)[4], float (&slope)[4], const ForwardParams&) {
@@ -23,6 +26,8 @@ struct score_folded {
 
 // Any sign of scale, 0 too.
 struct score_scaled {
+  static constexpr bool bends = false;
+
   static __device__ __forceinline__ void apply(float (&s)[4], const ForwardParams& p) {
 #pragma unroll
     for (float& x : s) x *= p.score_scale;
@@ -62,6 +67,8 @@ __device__ __forceinline__ void accurate_tanh(float (&x)[4]) {
 
 // softcap * tanh(scale * s / softcap), with score_scale = scale / softcap.
 struct score_softcap {
+  static constexpr bool bends = true;
+
   static __device__ __forceinline__ void apply(float (&s)[4], const ForwardParams& p) {
 #pragma unroll
     for (float& x : s) x *= p.score_scale;

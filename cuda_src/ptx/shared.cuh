@@ -35,6 +35,12 @@ __device__ __forceinline__ float load_shared_float(unsigned address) {
   return __uint_as_float(load_shared(address));
 }
 
+__device__ __forceinline__ float2 load_shared_float2(unsigned address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ const char* load_shared_pointer(unsigned address) {
   const char* value;
   asm volatile("ld.shared.b64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");

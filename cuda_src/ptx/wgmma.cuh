@@ -3,6 +3,7 @@
 // The products themselves are struct Wgmma<N, Element>, which cuflash/wgmma.py writes in front of the kernel for the
 // few N that a Config uses: an instruction names each of its N / 2 accumulators.
 //   rs, ss: d (64 x N) += a (64 x 16) * b (16 x N), with a from registers or shared memory
+// TransposeA, TransposeB: whether rows of that operand in shared memory are the product's depth.
 // Accumulators are d[0][n][4], 8 columns for each n, in the layout of mma.sync m16n8k16 for 16 rows a warp.
 #pragma once
 

@@ -181,7 +181,8 @@ __device__ __forceinline__ void clear_hidden(ScoreFragments& rP, ScoreFragments&
                                              int row_begin, int first_key) {
   const ScoreWarp w;
   for_each_hidden<Config::has_band, true, Shape::m_tiles, Shape::n_tiles>(
-      p, row_begin + w.query_row() + w.lane / 4, first_key + w.key() + 2 * (w.lane % 4), [&](int m, int n, int i) {
+      ScoreBand::of_queries(p), row_begin + w.query_row() + w.lane / 4, first_key + w.key() + 2 * (w.lane % 4),
+      [&](int m, int n, int i) {
         rP[m][n][i] = 0.0f;
         rdS[m][n][i] = 0.0f;
       });

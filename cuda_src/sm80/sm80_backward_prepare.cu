@@ -6,6 +6,7 @@
 // row with one key, whose O is that V, has a dP - delta of exactly 0. The kernel waits for memory, not for products.
 //
 // Grid: (padded_rows / tile_m, heads_q, batch); each warp takes 16 rows.
+#include "core/mask.cuh"
 #include "core/params.cuh"
 #include "core/scheduler.cuh"
 #include "core/turns.cuh"
@@ -33,6 +34,15 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, const TileCo
   loader.load<true, unroll>(sdO, gdO, p.dout_row, rows_left);
   loader.load<true, unroll>(sO, gO, p.out_row, rows_left);
   cp_async_commit();
+}
+
+// What is subtracted from a row's exponents: its lse in base 2. Weights of rows that have none, or do not exist, become
+// 0.
+__device__ __forceinline__ void store_shift(const BackwardParams& p, int64 head, int row, int64 at) {
+  constexpr float log2_e = 1.44269504088896341f;
+  const float lse = row < p.seqlen_q ? p.lse[head * p.seqlen_q + row] : negative_infinity();
+  p.shift[at] = weightless(lse) ? -lse : lse * log2_e;
+  if (weightless(lse)) p.delta[at] = 0.0f;
 }
 
 // The row sums of a warp's 16 rows: f(row, sum) in the lane that has it.
@@ -71,6 +81,8 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps)
   for_each_row_sum(sdO, sO, [&](int row, float sum) {
     const bool has_dlse = p.dlse != nullptr && row_begin + row < p.seqlen_q;
     const float dlse = has_dlse ? p.dlse[head * p.seqlen_q + row_begin + row] : 0.0f;
-    p.delta[head * p.padded_rows + row_begin + row] = sum - dlse;
+    const int64 at = head * p.padded_rows + row_begin + row;
+    p.delta[at] = sum - dlse;
+    if (p.shift != nullptr) store_shift(p, head, row_begin + row, at);
   });
 }

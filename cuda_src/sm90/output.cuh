@@ -16,14 +16,14 @@ __device__ __forceinline__ uint4 transpose_quad(unsigned w0, unsigned w1, unsign
   return upper ? make_uint4(c, d, x2, x3) : make_uint4(x0, x1, c, d);
 }
 
-// A warp's 16 rows of O, normalised and rounded: each quad writes 64 bytes of a row at a time. `row` is this thread's
-// first row, `rows_left` the rows from row 0 on that exist. Stores are of VectorBytes.
-template <class Element, int VectorBytes, bool ExactDim, int DBlocks>
-__device__ __forceinline__ void store_rows(const float (&rO)[1][DBlocks][4], const OnlineSoftmax<1>& softmax, char* gO,
+// A warp's 16 rows of a result, times factor(half) and rounded: each quad writes 64 bytes of a row at a time. `row` is
+// this thread's first row, `rows_left` the rows from row 0 on that exist. Stores are of VectorBytes.
+template <class Element, int VectorBytes, bool ExactDim, int DBlocks, class Factor>
+__device__ __forceinline__ void store_rows(const float (&rO)[1][DBlocks][4], Factor&& factor, char* gO,
                                            int64 row_stride, int row, int rows_left, int head_dim, int lane) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float inverse = softmax.inverse_sum(0, half);
+    const float times = factor(half);
     const bool exists = row + 8 * half < rows_left;
     char* target = gO + (row + 8 * half) * row_stride;
 #pragma unroll
@@ -31,7 +31,7 @@ __device__ __forceinline__ void store_rows(const float (&rO)[1][DBlocks][4], con
       unsigned word[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        word[i] = pack<Element>(rO[0][d + i][2 * half] * inverse, rO[0][d + i][2 * half + 1] * inverse);
+        word[i] = pack<Element>(rO[0][d + i][2 * half] * times, rO[0][d + i][2 * half + 1] * times);
       const uint4 data = transpose_quad(word[0], word[1], word[2], word[3], lane);
       const int chunk = d + lane % 4;
       if (exists) store_chunk<VectorBytes>(target + 16 * chunk, data, ExactDim ? 8 : head_dim - 8 * chunk);

@@ -35,10 +35,10 @@ struct PanelLayout {
     return chunk / chunks * panel_bytes + row * row_bytes + ((chunk % chunks) ^ phase) * 16;
   }
 
-  // By one thread: starts the copy of a tile, which completes the phase of `barrier`.
+  // By one thread: starts the copy of a tile, which completes the phase of `barrier` with `more` bytes of other copies.
   static __device__ __forceinline__ void load(unsigned shared, const TensorMap& map, unsigned barrier, int row,
-                                              int head, int batch, uint64 policy) {
-    mbarrier_arrive_expect(barrier, bytes);
+                                              int head, int batch, uint64 policy, int more = 0) {
+    mbarrier_arrive_expect(barrier, bytes + more);
 #pragma unroll
     for (int panel = 0; panel < panels; ++panel)
       tma_load(shared + panel * panel_bytes, map, barrier, panel * panel_columns, row, head, batch, policy);

@@ -1,4 +1,5 @@
-// A ring of shared memory stages that one producer fills by the copy engine and the consumer warps empty.
+// A ring of shared memory stages that producers fill, one thread by the copy engine or several warps, and consumer
+// warps empty.
 #pragma once
 
 #include "ptx/mbarrier.cuh"
@@ -26,10 +27,10 @@ struct RingBarriers {
   static constexpr int bytes = 16 * Stages;
   using Position = RingPosition<Stages>;
 
-  __device__ __forceinline__ void init(int consumer_warps) const {
+  __device__ __forceinline__ void init(int consumer_warps, int producers = 1) const {
 #pragma unroll
     for (int stage = 0; stage < Stages; ++stage) {
-      mbarrier_init(full(stage), 1);
+      mbarrier_init(full(stage), producers);
       mbarrier_init(empty(stage), consumer_warps);
     }
   }
@@ -39,6 +40,9 @@ struct RingBarriers {
 
   // Producer.
   __device__ __forceinline__ void wait_empty(const Position& p) const { mbarrier_wait(empty(p.stage), p.round ^ 1); }
+
+  // By one thread of each producer that has filled its part itself.
+  __device__ __forceinline__ void publish(const Position& p) const { mbarrier_arrive(full(p.stage)); }
 
   // Consumer.
   __device__ __forceinline__ void wait_full(const Position& p) const { mbarrier_wait(full(p.stage), p.round); }

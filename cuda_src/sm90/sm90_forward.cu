@@ -468,8 +468,8 @@ struct Consumer {
     for (float& sum : softmax.row_sum[0]) sum = combine_quad(sum, [](float a, float b) { return a + b; });
     const int row_begin = c.query_tile * Shape::tile_m, rows_left = p.seqlen_q - row_begin;
     char* gO = output_rows(p, c, row_begin);
-    store_rows<Shape::Element, Config::out_vector_bytes, Config::exact_dim>(rO, softmax, gO, p.out_row, row, rows_left,
-                                                                            p.head_dim_v, lane);
+    store_rows<Shape::Element, Config::out_vector_bytes, Config::exact_dim>(
+        rO, [&](int half) { return softmax.inverse_sum(0, half); }, gO, p.out_row, row, rows_left, p.head_dim_v, lane);
     store_lse(lse_rows(p, c, row_begin), softmax, p.exp2_scale, row - lane / 4, rows_left, lane);
   }
 };

@@ -20,7 +20,7 @@ Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partiti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -304,23 +304,24 @@ def backward_config(
     return config
 
 
-def prepare_config(problem: Problem, operands: BackwardOperands) -> Sm80BackwardPrepareConfig:
-    """The Config of the kernel that runs first."""
+def prepare_config(problem: Problem, operands: BackwardOperands, tile_d: int) -> Sm80BackwardPrepareConfig:
+    """The Config of the kernel that runs first; `tile_d` numbers are in a row of the sums of dq."""
     tile_dv = round_up(problem.head_dim_v, 32)
     return Sm80BackwardPrepareConfig(
         element=problem.dtype,
         tile_m=_SMALL_TILE,
         warps=_SMALL_WARPS,
-        tile_d=round_up(problem.head_dim, 32),
+        tile_d=tile_d,
         tile_dv=tile_dv,
         vector_bytes=min(operands.out.alignment, operands.dout.alignment),
         exact_dims=problem.head_dim_v == tile_dv,
     )
 
 
-def finish_config(problem: Problem, operands: BackwardOperands, device: DeviceInfo) -> Sm80BackwardFinishConfig:
+def finish_config(
+    problem: Problem, operands: BackwardOperands, device: DeviceInfo, tile_d: int
+) -> Sm80BackwardFinishConfig:
     """The Config of the kernel that runs last."""
-    tile_d = round_up(problem.head_dim, 32)
     return Sm80BackwardFinishConfig(
         element=problem.dtype,
         tile_m=_SMALL_TILE,
@@ -336,10 +337,11 @@ def configs(
     problem: Problem, operands: BackwardOperands, device: DeviceInfo, *, deterministic: bool = False
 ) -> tuple[Any, ...]:
     """The Configs of a whole backward pass in the order of their launches."""
+    main = backward_config(problem, operands, device, deterministic=deterministic)
     return (
-        prepare_config(problem, operands),
-        backward_config(problem, operands, device, deterministic=deterministic),
-        finish_config(problem, operands, device),
+        prepare_config(problem, operands, main.tile_d),
+        main,
+        finish_config(problem, operands, device, main.tile_d),
     )
 
 
@@ -348,7 +350,7 @@ def grid(config: Any, problem: Problem, batch: int) -> tuple[int, int, int]:
 
     Blocks that take turns are numbered by the kernel itself: their grid has one dimension.
     """
-    if not isinstance(config, Sm80BackwardConfig):
+    if isinstance(config, _RowsConfig):
         return -(-padded_rows(problem) // config.tile_m), problem.heads_q, batch
     tiles = -(-problem.seqlen_k // config.tile_n)
     return (tiles * problem.heads_kv * batch, 1, 1) if config.ordered else (tiles, problem.heads_kv, batch)
@@ -361,15 +363,16 @@ def section(config: Any, problem: Problem, device: DeviceInfo) -> int:
     as make the blocks of one head begin a step apart; no more, since its blocks share its rows in the L2 cache. Behind
     a mask they begin with different rows and need not wait.
     """
-    if not isinstance(config, Sm80BackwardConfig) or config.has_band:
+    if isinstance(config, _RowsConfig) or config.has_band:
         return 1
     steps = problem.group * -(-problem.seqlen_q // config.tile_m)
-    together = -(-device.multiprocessors * config.blocks_per_sm // max(steps, 1))
-    return min(together, problem.heads_kv * problem.batch)
+    together: int = -(-device.multiprocessors * config.blocks_per_sm // max(steps, 1))
+    heads: int = problem.heads_kv * problem.batch
+    return min(together, heads)
 
 
 @dataclass(frozen=True, slots=True)
-class Sm80BackwardPass:
+class BackwardPass:
     """The Configs of a whole backward pass.
 
     Attributes
@@ -388,6 +391,14 @@ class Sm80BackwardPass:
         facts: dict[str, Any] = self.kernels[1].describe()
         facts["launches"] = tuple(config.kernel for config in self.kernels)
         return facts | {"workspace_bytes": sum(size for _, size in self.workspace)}
+
+
+def report(config: BackwardPass, arch: str) -> dict[str, Any]:
+    """What the compiler says of the kernels of a pass."""
+    reports = [jit.compile_config(kernel, arch).report.summary(arch) for kernel in config.kernels]
+    total = {name: sum(x[name] for x in reports) for name in ("spill_bytes", "compile_seconds")}
+    registers = " + ".join(str(x["registers"]) for x in reports)
+    return {"arch": arch, "registers": registers, **total, "from_cache": all(x["from_cache"] for x in reports)}
 
 
 class Sm80Backward(CudaVariant):
@@ -414,35 +425,43 @@ class Sm80Backward(CudaVariant):
             return str(error)
         return None
 
-    def config(self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo) -> Sm80BackwardPass:
+    def config(self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo) -> BackwardPass:
         """The first tiles of the tables that suit the device."""
         kernels = configs(problem, operands, device, deterministic=problem.deterministic)
         shapes = workspace_shapes(problem, problem.deterministic)
-        return Sm80BackwardPass(kernels, tuple((name, 4 * math.prod(shape)) for name, shape in shapes.items()))
+        return BackwardPass(kernels, tuple((name, 4 * math.prod(shape)) for name, shape in shapes.items()))
 
-    def report(self, config: Sm80BackwardPass, device: DeviceInfo) -> dict[str, Any]:
+    def report(self, config: BackwardPass, device: DeviceInfo) -> dict[str, Any]:
         """What the compiler says of the kernels: registers of each, the sum of the rest."""
-        arch = self.arch(device)
-        reports = [jit.compile_config(kernel, arch).report.summary(arch) for kernel in config.kernels]
-        total = {name: sum(x[name] for x in reports) for name in ("spill_bytes", "compile_seconds")}
-        registers = " + ".join(str(x["registers"]) for x in reports)
-        return {"arch": arch, "registers": registers, **total, "from_cache": all(x["from_cache"] for x in reports)}
+        return report(config, self.arch(device))
 
-    def workspace_bytes(self, problem: BackwardProblem, device: DeviceInfo, config: Sm80BackwardPass) -> int:
+    def workspace_bytes(self, problem: BackwardProblem, device: DeviceInfo, config: BackwardPass) -> int:
         """Row sums, the float32 sums of dq and, if deterministic, whose turn it is to add to them."""
         return sum(size for _, size in config.workspace)
 
     def launcher(
-        self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo, config: Sm80BackwardPass
+        self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo, config: BackwardPass
     ) -> Launcher:
         """Compile or load the kernels and pack their parameters."""
-        return Sm80BackwardLaunch(problem, operands, device, config, self.arch(device))
+        return BackwardPassLaunch(problem, operands, device, config, self.arch(device), make_launch)
 
 
 VARIANT = Sm80Backward()
 
 
-class Sm80BackwardLaunch:
+def make_launch(
+    kernel: jit.LoadedKernel,
+    config: Any,
+    problem: Problem,
+    operands: BackwardOperands,
+    device: DeviceInfo,
+    params: bytes,
+) -> BackwardLaunch:
+    """What launches one of the kernels: a function of (pointers, grid, stream)."""
+    return BackwardLaunch(kernel, device.index, params, config.threads, config.shared_bytes)
+
+
+class BackwardPassLaunch:
     """Launches the kernels of one plan one after the other; calling it enqueues and returns at once.
 
     A batch larger than a grid goes in pieces, each with all its kernels.
@@ -453,8 +472,9 @@ class Sm80BackwardLaunch:
         problem: BackwardProblem,
         operands: BackwardOperands,
         device: DeviceInfo,
-        config: Sm80BackwardPass,
+        config: BackwardPass,
         arch: str,
+        make: Callable[..., Any],
     ) -> None:
         p, o = problem, operands
         self._workspace = config.workspace
@@ -472,7 +492,7 @@ class Sm80BackwardLaunch:
                 padded_rows(p),
                 section(kernel, p, device),
             )
-            launch = BackwardLaunch(loaded, device.index, params, kernel.threads, kernel.shared_bytes)
+            launch = make(loaded, kernel, p, o, device, params)
             self._kernels.append((launch, {start: grid(kernel, p, count) for start, count in self._pieces.items()}))
         rows = 4 * p.heads_q * p.seqlen_q
         step = {name: getattr(o, name).strides[0] * p.itemsize for name in o.__slots__}
@@ -498,7 +518,8 @@ class Sm80BackwardLaunch:
         for name, size in self._workspace:
             at[name] = workspace
             workspace += size
-        pointers = (q, k, v, out, lse, dout, dlse, dq, dk, dv, at["delta"], at["dq_sum"], at.get("turns", 0))
+        rows = (at["delta"], at["dq_sum"], at.get("turns", 0), at.get("shift", 0))
+        pointers = (q, k, v, out, lse, dout, dlse, dq, dk, dv, *rows)
         for start in self._pieces:
             moved = [x + start * step if x else 0 for x, step in zip(pointers, self._steps, strict=True)]
             for launch, grids in self._kernels:

@@ -39,6 +39,10 @@ struct float4 {
   float x, y, z, w;
 };
 
+struct float2 {
+  float x, y;
+};
+
 inline float4 make_float4(float x, float y, float z, float w) {
   return {x, y, z, w};
 }
@@ -235,6 +239,18 @@ inline Mbarrier& mbarrier(unsigned address) {
   const auto found = state.mbarriers.find(address);
   if (found == state.mbarriers.end()) fail("no mbarrier at shared address " + std::to_string(address));
   return found->second;
+}
+
+// An asynchronous copy that counts towards the phase of a barrier.
+template <class Copy>
+void copy_towards(unsigned barrier, Copy&& copy) {
+  Mbarrier& b = mbarrier(barrier);
+  if (state.late) {
+    b.late.push_back(copy);
+  } else {
+    b.bytes -= copy();
+    settle(b);
+  }
 }
 
 // ---- scheduling ----

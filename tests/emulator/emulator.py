@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from cuflash import jit, tma
 from cuflash.launch import BACKWARD_POINTERS, FORWARD_PARAMS_BYTES, POINTERS, backward_params, forward_params
 from cuflash.problem import BackwardProblem, Problem
 from cuflash.variants import sm80_backward as sm80_backward_variant
+from cuflash.variants import sm90_backward as sm90_backward_variant
 from cuflash.variants.base import BackwardOperands, DeviceInfo, Operands
 from cuflash.variants.cuda import score_stage
 
@@ -124,24 +126,38 @@ def sm90_forward(config: Any, problem: Problem, operands: Operands, pointers: tu
         raise RuntimeError(f"tickets are left at {list(tickets)}")
 
 
-def sm80_backward(
-    problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo, pointers: dict[str, int], way: Way
+def backward(
+    variant: Any,
+    problem: BackwardProblem,
+    operands: BackwardOperands,
+    device: DeviceInfo,
+    pointers: dict[str, int],
+    way: Way,
 ) -> None:
     """All launches of a backward pass; `pointers` has every array, those of the workspace too."""
-    module = sm80_backward_variant
     o, p = operands, pointers
-    for config in module.configs(problem, operands, device, deterministic=problem.deterministic):
+    for config in variant.config(problem, operands, device).kernels:
         params = backward_params(
             problem,
             Operands(o.q, o.k, o.v, o.out),
             (o.dout, o.dq, o.dk, o.dv),
             score_stage(problem),
-            module.padded_rows(problem),
+            sm80_backward_variant.padded_rows(problem),
             1 + way.seed % 3,
         )
-        names = ("dout", "dlse", "dq", "dk", "dv", "delta", "dq_sum", "turns")
+        names = ("dout", "dlse", "dq", "dk", "dv", "delta", "dq_sum", "turns", "shift")
         head = POINTERS.pack(*(p[name] for name in ("q", "k", "v", "out", "lse")))
-        tail = BACKWARD_POINTERS.pack(*(p[name] for name in names))
+        tail = BACKWARD_POINTERS.pack(*(p.get(name, 0) for name in names))
         at = FORWARD_PARAMS_BYTES
         packed = head + params[POINTERS.size : at] + tail + params[at + BACKWARD_POINTERS.size :]
-        run(config, packed, module.grid(config, problem, problem.batch), config.shared_bytes, way)
+        if isinstance(config, sm90_backward_variant.Sm90BackwardConfig):
+            packed = b"".join(_backward_maps(config, problem, operands, pointers)) + packed
+        grid = sm80_backward_variant.grid(config, problem, problem.batch)
+        run(config, packed, grid, config.shared_bytes, way)
+
+
+def _backward_maps(
+    config: Any, problem: BackwardProblem, operands: BackwardOperands, pointers: dict[str, int]
+) -> Iterator[bytes]:
+    for name, sizes, rows, dim in sm90_backward_variant.mapped(config, problem):
+        yield _encode(pointers[name], getattr(operands, name).strides, sizes, rows, dim)

@@ -19,6 +19,10 @@ inline float load_shared_float(unsigned address) {
   return emulator::read_shared<float>(address);
 }
 
+inline float2 load_shared_float2(unsigned address) {
+  return emulator::read_shared<float2>(address);
+}
+
 inline const char* load_shared_pointer(unsigned address) {
   return emulator::read_shared<const char*>(address);
 }

@@ -40,13 +40,7 @@ inline void tma_load(unsigned target, const TensorMap& map, unsigned barrier, in
       }
     return 2l * map.rows * map.columns;
   };
-  emulator::Mbarrier& b = emulator::mbarrier(barrier);
-  if (emulator::state.late) {
-    b.late.push_back(copy);
-  } else {
-    b.bytes -= copy();
-    emulator::settle(b);
-  }
+  emulator::copy_towards(barrier, copy);
 }
 
 }  // namespace cuflash

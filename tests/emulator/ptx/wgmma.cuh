@@ -41,7 +41,7 @@ struct EmulatedSlot {
 
 template <int N, class Element>
 void emulated_product(const std::vector<EmulatedSlot>& slots, uint64 query, uint64 key, bool transposed,
-                      bool accumulate) {
+                      bool transposed_query, bool accumulate) {
   float a[64][16], b[16][N];
   const EmulatedMatrix first(query), second(key);
   for (int k = 0; k < 16; ++k) {
@@ -50,7 +50,7 @@ void emulated_product(const std::vector<EmulatedSlot>& slots, uint64 query, uint
       const int lane = row % 8 * 4 + k % 8 / 2, r = row % 16 / 8 + k / 8 * 2;
       const unsigned* from = slots[row / 16 * 32 + lane].a;
       a[row][k] = from ? unpack<Element>(static_cast<unsigned short>(from[r] >> 16 * (k % 2)))
-                       : first.at<Element>(row, k, false);
+                       : first.at<Element>(row, k, transposed_query);
     }
     for (int n = 0; n < N; ++n) b[k][n] = second.at<Element>(n, k, transposed);
   }
@@ -78,24 +78,26 @@ template <int N, class Element>
 struct Wgmma {
   using Accumulators = float (&)[1][N / 8][4];
 
-  static void start(Accumulators d, const unsigned* a, uint64 query, uint64 key, bool transposed, int accumulate) {
+  static void start(Accumulators d, const unsigned* a, uint64 query, uint64 key, bool transposed, bool transposed_query,
+                    int accumulate) {
     EmulatedSlot mine{&d[0][0][0], a};
     by_warpgroup("wgmma.mma_async", mine, [&](std::vector<void*>& pointers) {
       std::vector<EmulatedSlot> slots;
       for (void* pointer : pointers) slots.push_back(*static_cast<EmulatedSlot*>(pointer));
-      emulator::start(emulated_products(),
-                      [=] { emulated_product<N, Element>(slots, query, key, transposed, accumulate != 0); });
+      emulator::start(emulated_products(), [=] {
+        emulated_product<N, Element>(slots, query, key, transposed, transposed_query, accumulate != 0);
+      });
     });
   }
 
-  template <int TransposeB>
+  template <int TransposeB, int TransposeA = 0>
   static void ss(Accumulators d, uint64 query, uint64 key, int accumulate) {
-    start(d, nullptr, query, key, TransposeB, accumulate);
+    start(d, nullptr, query, key, TransposeB, TransposeA, accumulate);
   }
 
   template <int TransposeB>
   static void rs(Accumulators d, const unsigned (&a)[4], uint64 key, int accumulate) {
-    start(d, a, 0, key, TransposeB, accumulate);
+    start(d, a, 0, key, TransposeB, false, accumulate);
   }
 };
 

@@ -1,0 +1,384 @@
+// FlashAttention backward (Dao 2023, section 3.2, algorithm 2; Shah et al. 2024, section 3) for compute capability 9.0.
+//
+// One block owns tile_n keys of one key/value head, 64 for each of its consumer warpgroups, which keep their dK and dV
+// in registers while the block walks the query heads that share that head and, of each, the query tiles that see the
+// keys. Scores are made transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T feed dV += P^T dO and dK +=
+// dS^T Q from the registers that they were computed in. A warpgroup of its own makes dQ = dS K from dS in shared memory
+// and adds it to the sums in the workspace: the consumers wait for each other nowhere, so that the exponentials of one
+// meet the products of another. One of its threads starts the copies.
+#include "core/dq_sum.cuh"
+#include "core/mask.cuh"
+#include "core/score.cuh"
+#include "core/turns.cuh"
+#include "ptx/elect.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/special.cuh"
+#include "ptx/stmatrix.cuh"
+#include "sm90/backward.cuh"
+#include "sm90/output.cuh"
+
+namespace cuflash {
+
+// Starts the copies, by one thread of a warp, in the order in which they are needed.
+struct Loader {
+  const Sm90BackwardParams& params;
+  const BackwardParams& p;
+  const Shared& shared;
+  const Work& work;
+  bool elected = false;
+  QueryStep ahead;  // the next to be copied
+  Shape::Ring::Position at;
+
+  __device__ __forceinline__ Loader(const Sm90BackwardParams& params, const Shared& shared, const Work& work)
+      : params(params), p(params.p), shared(shared), work(work), ahead(work.first(p)) {}
+
+  __device__ __forceinline__ void start() {
+    elected = elect_one();
+    if (!elected || !work.has(ahead)) return;
+    const int row = work.first_key, head = work.c.head, batch = work.c.batch;
+    Shape::K::load(shared.k(), params.k, shared.keys.full(0), row, p.k_head ? head : 0, p.k_batch ? batch : 0,
+                   kEvictFirst);
+    Shape::V::load(shared.v(), params.v, shared.keys.full(0), row, p.v_head ? head : 0, p.v_batch ? batch : 0,
+                   kEvictFirst);
+  }
+
+  __device__ __forceinline__ bool done() const { return !work.has(ahead); }
+
+  __device__ __forceinline__ void load() {
+    const int row = ahead.row_begin(), head = ahead.head, batch = work.c.batch, stage = at.stage;
+    const int64 row_at = (static_cast<int64>(batch) * p.heads_q + head) * p.padded_rows + row;
+    const unsigned full = shared.q_ring.full(stage);
+    shared.q_ring.wait_empty(at);
+    if (elected) {
+      Shape::Q::load(shared.q(stage), params.q, full, row, p.q_head ? head : 0, p.q_batch ? batch : 0, kEvictLast,
+                     Shape::rows_bytes);
+      bulk_load(shared.shift(stage), p.shift + row_at, Shape::rows_bytes / 2, full);
+      bulk_load(shared.delta(stage), p.delta + row_at, Shape::rows_bytes / 2, full);
+    }
+    shared.dout_ring.wait_empty(at);
+    if (elected)
+      Shape::Dout::load(shared.dout(stage), params.dout, shared.dout_ring.full(stage), row, p.dout_head ? head : 0,
+                        p.dout_batch ? batch : 0, kEvictLast);
+    ahead = work.after(ahead);
+    at.advance();
+  }
+};
+
+// dQ = dS K of a step by one warpgroup, in parts of 64 rows and dq_columns columns.
+struct QueryGradient {
+  using Sum = QueryGradientSum<Shape::tile_d, 4>;
+  using Fragment = float[1][Shape::dq_blocks][4];
+  static constexpr int column_parts = Shape::tile_d / Shape::dq_columns, parts = Shape::tile_m / 64 * column_parts;
+  const BackwardParams& p;
+  const Shared& shared;
+  const Work& work;
+  int barrier;  // a named one, of the warpgroup
+  Shape::ScoreRing::Position at;
+
+  // rdQ (64, dq_columns), not waited for.
+  __device__ __forceinline__ void issue(Fragment& rdQ, int part) const {
+    wgmma_fence();
+    const unsigned sdS = shared.ds(at.stage) + part / column_parts * Shape::Scores::panel_bytes;
+    const uint64 a = Shape::Scores::rows_deep | sdS >> 4;
+    const uint64 b = Shape::K::rows_deep | shared.k() >> 4;
+    const int column = Shape::K::column_block(part % column_parts * (Shape::dq_columns / 16));
+#pragma unroll
+    for (int k = 0; k < Shape::tile_n / 16; ++k)
+      Wgmma<Shape::dq_columns, Shape::Element>::template ss<1, 1>(
+          rdQ, a + (k * 16 * Shape::Scores::row_bytes >> 4), b + ((column + k * 16 * Shape::K::row_bytes) >> 4), k > 0);
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void release() {
+    if (threadIdx.x % 32 == 0) shared.ds_ring.release(at);
+    at.advance();
+  }
+
+  __device__ __forceinline__ void add(const QueryStep& step, const Fragment& rdQ, int part) const {
+    const Sum sum = Sum::of_rows(p, work.c.batch, step.head, step.row_begin() + part / column_parts * 64);
+    const int thread = rematerialized_thread() % 128;
+    float* first = sum.at(thread / 32, part % column_parts * Shape::dq_blocks, thread % 32);
+#pragma unroll
+    for (int n = 0; n < Shape::dq_blocks; ++n) Sum::add(first + Sum::distance(0, n), rdQ[0][n]);
+  }
+
+  // Two words of turns for every 64 rows: as many as warpgroups that add to them.
+  __device__ __forceinline__ Turn turn(const QueryStep& step, int part) const {
+    const int row = part / column_parts * 64 + part % column_parts % 2 * kTurnRows;
+    return Turn::of_rows(p, work.c.batch, step.head, step.row_begin() + row);
+  }
+
+  // The block before this one in turn has the next keys.
+  __device__ __forceinline__ void wait_turn(const QueryStep& step, int part) const {
+    if (Config::ordered && work.of_keys(p, work.first_key + Shape::tile_n).contains(step.tile))
+      turn(step, part).wait(work.c.before);
+  }
+
+  __device__ __forceinline__ void pass_turn(const QueryStep& step, int part) const {
+    if constexpr (!Config::ordered) return;
+    named_barrier_sync<128>(barrier);
+    if (threadIdx.x % 128 == 0) turn(step, part).pass(work.c.before);
+  }
+};
+
+// The warpgroup that feeds the others and, if none of them does, makes dQ.
+struct Feeder {
+  Loader loader;
+  QueryGradient gradient;
+  int warp;
+
+  __device__ __forceinline__ void compute(const QueryStep& step) {
+    gradient.shared.ds_ring.wait_full(gradient.at);
+#pragma unroll
+    for (int part = 0; part < QueryGradient::parts; ++part) {
+      QueryGradient::Fragment rdQ;
+      gradient.issue(rdQ, part);
+      if (part == 0 && warp == 0 && !loader.done()) loader.load();
+      wgmma_wait<0>();
+      pin_accumulators(rdQ);
+      if (part == QueryGradient::parts - 1) gradient.release();
+      if (part == 0) gradient.wait_turn(step, 0);
+      gradient.add(step, rdQ, part);
+    }
+    gradient.pass_turn(step, 0);
+  }
+
+  __device__ __forceinline__ void run() {
+    warp = warp_uniform(threadIdx.x / 32);
+    const Work& work = loader.work;
+    if (warp == 0) {
+      loader.start();
+#pragma unroll 1
+      for (int stage = 0; !loader.done() && (!Config::query_group || stage < Shape::stages); ++stage) loader.load();
+    }
+    if constexpr (!Config::query_group) return;
+#pragma unroll 1
+    for (QueryStep step = work.first(loader.p); work.has(step); step = work.after(step)) compute(step);
+  }
+};
+
+// One of the warpgroups that make dK and dV of 64 keys.
+struct Consumer {
+  using Scores = float[1][Shape::m_blocks][4];       // (64 keys, tile_m queries)
+  using Operand = unsigned[Shape::m_blocks / 2][4];  // the same, rounded
+  const BackwardParams& p;
+  const Shared& shared;
+  const Work& work;
+  int group;
+  Shape::Ring::Position at;
+  Shape::ScoreRing::Position ds_at;
+  float rdK[1][Shape::d_blocks][4] = {};
+  float rdV[1][Shape::dv_blocks][4] = {};
+  Operand rP, rdS;  // of the products that go on
+  QueryGradient gradient;
+
+  __device__ __forceinline__ Consumer(const BackwardParams& p, const Shared& shared, const Work& work, int group)
+      : p(p), shared(shared), work(work), group(group), gradient{p, shared, work, 1 + group} {}
+
+  // Made anew where they are needed: a few instructions cost less than registers held across the loop.
+  static __device__ __forceinline__ int lane() { return rematerialized_thread() % 32; }
+  __device__ __forceinline__ int warp_key() const { return 64 * group + rematerialized_thread() % 128 / 32 * 16; }
+  __device__ __forceinline__ int key() const { return warp_key() + lane() / 4; }  // this thread's first in the tile
+
+  // r = A B^T, not waited for: keys by queries.
+  template <class Keys, class Queries>
+  __device__ __forceinline__ void issue_scores(Scores& r, unsigned sKeys, unsigned sQueries) const {
+    wgmma_fence();
+    const uint64 a = Keys::columns_deep | (sKeys + 64 * group * Keys::row_bytes) >> 4;
+    const uint64 b = Queries::columns_deep | sQueries >> 4;
+#pragma unroll
+    for (int k = 0; k < Keys::panels * Keys::panel_columns / 16; ++k)
+      Wgmma<Shape::tile_m, Shape::Element>::template ss<0>(r, a + (Keys::column_block(k) >> 4),
+                                                           b + (Queries::column_block(k) >> 4), k > 0);
+    wgmma_commit();
+  }
+
+  // r += A X, not waited for, where A is P^T or dS^T.
+  template <class Queries, int Blocks>
+  __device__ __forceinline__ void issue_gradient(float (&r)[1][Blocks][4], const Operand& a, unsigned sQueries) const {
+    wgmma_fence();
+    const uint64 b = Queries::rows_deep | sQueries >> 4;
+#pragma unroll
+    for (int k = 0; k < Shape::tile_m / 16; ++k)
+      Wgmma<8 * Blocks, Shape::Element>::template rs<1>(r, a[k], b + (k * 16 * Queries::row_bytes >> 4), 1);
+    wgmma_commit();
+  }
+
+  // rS from q.k to P^T; where the score stage bends scores, rdP from dP to its product with the slope, delta taken
+  // away.
+  __device__ __forceinline__ void weigh(Scores& rS, Scores& rdP) const {
+    const unsigned shifts = shared.shift(at.stage) + 8 * (lane() % 4);
+#pragma unroll
+    for (int m = 0; m < Shape::m_blocks; ++m) {
+      const float2 shift = load_shared_float2(shifts + 32 * m);
+      if constexpr (Config::score::bends) {
+        const float2 delta = load_shared_float2(shifts + Shape::rows_bytes / 2 + 32 * m);
+        float slope[4];
+        Config::score::apply(rS[0][m], slope, p);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) rdP[0][m][i] = (rdP[0][m][i] - (i % 2 ? delta.y : delta.x)) * slope[i];
+      } else {
+        Config::score::apply(rS[0][m], p);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        rS[0][m][i] = exp2_approx(fmaf(rS[0][m][i], p.exp2_scale, -(i % 2 ? shift.y : shift.x)));
+    }
+  }
+
+  // rdP from dP to dS^T.
+  __device__ __forceinline__ void differentiate(const Scores& rP, Scores& rdP) const {
+    const unsigned deltas = shared.delta(at.stage) + 8 * (lane() % 4);
+#pragma unroll
+    for (int m = 0; m < Shape::m_blocks; ++m) {
+      const float2 delta = Config::score::bends ? float2{} : load_shared_float2(deltas + 32 * m);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rdP[0][m][i] = rP[0][m][i] * (rdP[0][m][i] - (i % 2 ? delta.y : delta.x));
+    }
+  }
+
+  __device__ __forceinline__ void clear_hidden(Scores& r, const QueryStep& step) const {
+    for_each_hidden<Config::has_band, true, 1, Shape::m_blocks>(ScoreBand::of_keys(p), work.first_key + key(),
+                                                                step.row_begin() + 2 * (lane() % 4),
+                                                                [&](int, int m, int i) { r[0][m][i] = 0.0f; });
+  }
+
+  static __device__ __forceinline__ void pack_operand(Operand& a, const Scores& r) {
+#pragma unroll
+    for (int m = 0; m < Shape::m_blocks; ++m) {
+      a[m / 2][2 * (m % 2)] = pack<Shape::Element>(r[0][m][0], r[0][m][1]);
+      a[m / 2][2 * (m % 2) + 1] = pack<Shape::Element>(r[0][m][2], r[0][m][3]);
+    }
+  }
+
+  // dS^T to shared memory, for the warpgroup of dQ.
+  __device__ __forceinline__ void publish(const Operand& rdS) {
+    shared.ds_ring.wait_empty(ds_at);
+    const int row = warp_key() + lane() % 16;
+    const unsigned target = shared.ds(ds_at.stage);
+#pragma unroll
+    for (int k = 0; k < Shape::tile_m / 16; ++k)
+      stmatrix_x4(target + Shape::Scores::chunk(row, 2 * k + lane() / 16), rdS[k]);
+    fence_async_proxy();
+    __syncwarp();
+    if (lane() == 0) shared.ds_ring.publish(ds_at);
+    ds_at.advance();
+  }
+
+  __device__ __forceinline__ bool needs_mask_here(const QueryStep& step) const {
+    return needs_mask<Config::has_band, Shape::tile_m, 64>(p, step.row_begin(),
+                                                           work.c.key_tile * Shape::warpgroups + group);
+  }
+
+  __device__ __forceinline__ void compute(const QueryStep& step) {
+    Scores rS, rdP;
+    shared.q_ring.wait_full(at);
+    issue_scores<Shape::K, Shape::Q>(rS, shared.k(), shared.q(at.stage));
+    shared.dout_ring.wait_full(at);
+    issue_scores<Shape::V, Shape::Dout>(rdP, shared.v(), shared.dout(at.stage));
+    const bool masked = needs_mask_here(step);
+    wgmma_wait<Config::score::bends ? 0 : 1>();
+    pin_accumulators(rS);
+    if constexpr (Config::score::bends) pin_accumulators(rdP);
+    weigh(rS, rdP);
+    if (masked) clear_hidden(rS, step);
+    if constexpr (Config::early_product) {
+      pack_operand(rP, rS);
+      issue_gradient<Shape::Dout>(rdV, rP, shared.dout(at.stage));
+    }
+    wgmma_wait<Config::early_product ? 1 : 0>();
+    pin_accumulators(rdP);
+    differentiate(rS, rdP);
+    if (masked) clear_hidden(rdP, step);
+    if constexpr (!Config::early_product) {
+      pack_operand(rP, rS);
+      issue_gradient<Shape::Dout>(rdV, rP, shared.dout(at.stage));
+    }
+    pack_operand(rdS, rdP);
+    publish(rdS);
+    issue_gradient<Shape::Q>(rdK, rdS, shared.q(at.stage));
+  }
+
+  // When the products for dV and dK are there but for Pending others.
+  template <int Pending>
+  __device__ __forceinline__ void finish() {
+    wgmma_wait<Pending + 1>();
+    pin_accumulators(rdV);
+    if (lane() == 0) shared.dout_ring.release(at);
+    wgmma_wait<Pending>();
+    pin_accumulators(rdK);
+    if (lane() == 0) shared.q_ring.release(at);
+    at.advance();
+  }
+
+  // This warpgroup's parts of dQ of an earlier step; while() is called when the first product is on its way.
+  template <class Meanwhile>
+  __device__ __forceinline__ void add_query_gradient(const QueryStep& step, Meanwhile&& meanwhile) {
+    constexpr int own_parts = QueryGradient::parts / Shape::warpgroups;
+    static_assert(Config::query_group || own_parts * Shape::warpgroups == QueryGradient::parts);
+    shared.ds_ring.wait_full(gradient.at);
+#pragma unroll
+    for (int i = 0; i < own_parts; ++i) {
+      const int part = i * Shape::warpgroups + group;
+      QueryGradient::Fragment rdQ;
+      gradient.issue(rdQ, part);
+      if (i == 0) meanwhile();
+      wgmma_wait<0>();
+      pin_accumulators(rdQ);
+      if (i == own_parts - 1) gradient.release();
+      gradient.wait_turn(step, part);
+      gradient.add(step, rdQ, part);
+      gradient.pass_turn(step, part);
+    }
+  }
+
+  __device__ __forceinline__ void write() const {
+    const int64 first = work.first_key;
+    const int keys_left = p.seqlen_k - work.first_key, head = work.c.head, batch = work.c.batch;
+    char* dk = static_cast<char*>(p.dk) + batch * p.dk_batch + head * p.dk_head + first * p.dk_row;
+    char* dv = static_cast<char*>(p.dv) + batch * p.dv_batch + head * p.dv_head + first * p.dv_row;
+    store_rows<Shape::Element, Config::out_vector_bytes, Config::exact_dims>(
+        rdV, [](int) { return 1.0f; }, dv, p.dv_row, key(), keys_left, p.head_dim_v, lane());
+    store_rows<Shape::Element, Config::out_vector_bytes, Config::exact_dims>(
+        rdK, [&](int) { return p.gradient_scale; }, dk, p.dk_row, key(), keys_left, p.head_dim, lane());
+  }
+
+  __device__ __forceinline__ void run() {
+    if (work.end_head > 0) shared.keys.wait_full({});
+    bool later = false;
+#pragma unroll 1
+    for (QueryStep step = work.first(p); work.has(step); step = work.after(step)) {
+      compute(step);
+      if (Config::query_group || !later) {
+        finish<0>();
+      } else {
+        // dQ of the step before: by now the other warpgroups have come so far.
+        add_query_gradient(work.before(step), [&] { finish<1>(); });
+      }
+      later = true;
+    }
+    if (!Config::query_group && later) add_query_gradient(work.last(), [] {});
+    write();
+  }
+};
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Shape::threads, 1)
+    sm90_backward(const __grid_constant__ cuflash::Sm90BackwardParams params) {
+  using namespace cuflash;
+  extern __shared__ char dynamic[];
+  const Shared shared(shared_address(dynamic));
+  if (threadIdx.x == 0) shared.init();
+  __syncthreads();
+  const Work work(params.p);
+  const int role = warp_uniform(threadIdx.x / 128);
+  if (role == 0) {
+    give_registers<Config::query_registers>();
+    Feeder{Loader(params, shared, work), {params.p, shared, work, 1}}.run();
+  } else {
+    take_registers<Config::consumer_registers>();
+    Consumer(params.p, shared, work, role - 1).run();
+  }
+}

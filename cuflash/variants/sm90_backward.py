@@ -1,0 +1,328 @@
+"""The sm90 backward kernel: TMA and WGMMA on compute capability 9.0 (cuda_src/sm90/sm90_backward.cu).
+
+A backward pass is three launches, as in :mod:`cuflash.variants.sm80_backward`, whose first and last kernels it shares:
+
+1. ``sm80_backward_prepare``: delta and the shift of the exponents of every row, and zeros in the sums of dq.
+2. ``sm90_backward``: dk and dv, each key tile by one block; dq is added to its sums.
+3. ``sm80_backward_finish``: the sums of dq, scaled and rounded, to dq.
+
+References
+----------
+Shah et al., FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision, 2024, section 3.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from cuflash import jit, tma
+from cuflash.launch import (
+    BACKWARD_POINTERS,
+    FORWARD_PARAMS_BYTES,
+    MAX_GRID_YZ,
+    POINTERS,
+    KernelLaunch,
+)
+from cuflash.problem import BackwardProblem, Problem
+from cuflash.variants import sm80_backward as sm80
+from cuflash.variants.base import BackwardOperands, DeviceInfo, Launcher, Operand
+from cuflash.variants.cuda import CudaVariant, score_stage
+from cuflash.wgmma import wgmma_source
+
+ARCH = "sm_90a"  # wgmma and setmaxnreg are not in plain sm_90
+_MAPPED = ("q", "dout", "k", "v")  # what has a tensor map
+
+
+@dataclass(frozen=True, slots=True)
+class Sm90BackwardConfig:
+    """Template arguments of ``sm90_backward``; equal Configs are one kernel.
+
+    Attributes
+    ----------
+    element : {"float16", "bfloat16"}
+    tile_d, tile_dv : int
+        Head dims rounded up to a tile.
+    warpgroups : int
+        Warpgroups that make dk and dv, 64 keys each.
+    tile_m : int
+        Query rows of a tile.
+    stages : int
+        Tiles in each of the rings of q and dout.
+    buffers : int
+        Tiles in the ring of dS.
+    dq_columns : int
+        Columns of dq that are made at a time.
+    consumer_registers, query_registers : int
+        Registers of a thread that makes dk and dv, and of one that makes dq.
+    query_group : bool
+        Whether a warpgroup of its own makes dq; otherwise those of dk and dv do.
+    early_product : bool
+        Whether the product for dv begins before dS is computed, which takes registers.
+    ordered : bool
+        Whether the order of the additions to the sums of dq is fixed.
+    out_vector_bytes : int
+        Bytes (2, 4 or 16) that one store into dk and dv writes.
+    exact_dims : bool
+        Whether the head dims fill their tiles.
+    has_band : bool
+        Whether a causal mask or a window hides keys.
+    score : str
+        Score stage, a type of ``core/score.cuh``.
+    """
+
+    source: ClassVar[str] = "sm90/sm90_backward.cu"
+    kernel: ClassVar[str] = "sm90_backward"
+
+    element: str
+    tile_d: int
+    tile_dv: int
+    warpgroups: int
+    tile_m: int
+    stages: int
+    buffers: int
+    dq_columns: int
+    consumer_registers: int
+    query_registers: int
+    query_group: bool
+    early_product: bool
+    ordered: bool
+    out_vector_bytes: int
+    exact_dims: bool
+    has_band: bool
+    score: str
+
+    blocks_per_sm: ClassVar[int] = 1
+
+    @property
+    def tile_n(self) -> int:
+        """Keys of a tile."""
+        return 64 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the warpgroup of dq comes on top."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: sK, sV, the rings of sQ, sdO, sdS and of the rows, and room to align."""
+        dims = self.tile_d + self.tile_dv
+        tiles = self.tile_n * dims + self.stages * self.tile_m * dims + self.buffers * self.tile_n * self.tile_m
+        barriers = 16 * (1 + 2 * self.stages + self.buffers)
+        return 2 * tiles + 8 * self.stages * self.tile_m + barriers + 1024
+
+    def written_source(self) -> str:
+        """The products of this Config."""
+        return wgmma_source((self.tile_m, self.tile_d, self.tile_dv, self.dq_columns), self.element)
+
+    def describe(self) -> dict[str, Any]:
+        """The fields, with the derived sizes."""
+        tile = {"tile": (self.tile_m, self.tile_n), "threads": self.threads, "shared_bytes": self.shared_bytes}
+        return tile | asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """How to tile head dims up to `max_dim`."""
+
+    warpgroups: int
+    tile_m: int
+    stages: int
+    buffers: int
+    dq_columns: int
+    consumer_registers: int = 216
+    query_registers: int = 72
+    query_group: bool = True
+    early_product: bool = False
+
+
+_TILES = {
+    64: _Tile(2, 64, 3, 2, 64, early_product=True),
+    128: _Tile(2, 64, 3, 2, 64, 240, 24, query_group=False),
+}
+
+
+def _tile_dim(problem: Problem) -> int:
+    largest = max(problem.head_dim, problem.head_dim_v)
+    return next((dim for dim in _TILES if largest <= dim), 0)
+
+
+def _workspace_shapes(problem: Problem, deterministic: bool, tile_d: int) -> dict[str, tuple[int, ...]]:
+    """As in :func:`cuflash.variants.sm80_backward.workspace_shapes`, with ``shift`` (batch, heads_q, padded_rows)."""
+    heads, rows = (problem.batch, problem.heads_q), sm80.padded_rows(problem)
+    shapes: dict[str, tuple[int, ...]] = {
+        "delta": (*heads, rows),
+        "shift": (*heads, rows),
+        "dq_sum": (*heads, rows, tile_d),
+    }
+    if deterministic:
+        shapes["turns"] = (*heads, rows // sm80.TURN_ROWS)
+    return shapes
+
+
+def backward_config(problem: Problem, operands: BackwardOperands, *, deterministic: bool = False) -> Sm90BackwardConfig:
+    """The Config of the kernel that computes dk, dv and the sums of dq."""
+    tile_d = tile_dv = _tile_dim(problem)
+    return Sm90BackwardConfig(
+        element=problem.dtype,
+        tile_d=tile_d,
+        tile_dv=tile_dv,
+        ordered=deterministic,
+        out_vector_bytes=min(x.store_bytes for x in (operands.dk, operands.dv)),
+        exact_dims=(problem.head_dim, problem.head_dim_v) == (tile_d, tile_dv),
+        has_band=problem.has_band,
+        score=score_stage(problem),
+        **asdict(_TILES[tile_d]),
+    )
+
+
+class Sm90Backward(CudaVariant):
+    """The variant object; see :class:`cuflash.variants.base.BackwardVariant`."""
+
+    name = "sm90"
+    needs = "9.0"
+
+    def runs_on(self, compute_capability: tuple[int, int]) -> bool:
+        """On Hopper only: later architectures have no WGMMA."""
+        return compute_capability == (9, 0)
+
+    def unsupported(self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo) -> str | None:
+        """Why the problem cannot run, or None."""
+        if reason := self.unsuitable(problem, device):
+            return reason
+        if _tile_dim(problem) == 0:
+            return f"takes head dims up to {max(_TILES)}"
+        for name in _MAPPED:
+            seqlen = problem.seqlen_q if name in ("q", "dout") else problem.seqlen_k
+            if reason := tma.cannot_describe(getattr(operands, name), seqlen, problem.itemsize):
+                return f"TMA cannot read {name}: {reason}"
+        if problem.heads_q > MAX_GRID_YZ:
+            return f"takes at most {MAX_GRID_YZ} query heads, not {problem.heads_q}"
+        if any(getattr(operands, name).alignment < problem.itemsize for name in operands.__slots__):
+            return "needs addresses that are multiples of the element size"
+        return None
+
+    def config(self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo) -> sm80.BackwardPass:
+        """The tile of the table."""
+        main = backward_config(problem, operands, deterministic=problem.deterministic)
+        kernels: tuple[Any, ...] = (
+            sm80.prepare_config(problem, operands, main.tile_d),
+            main,
+            sm80.finish_config(problem, operands, device, main.tile_d),
+        )
+        shapes = _workspace_shapes(problem, problem.deterministic, main.tile_d)
+        return sm80.BackwardPass(kernels, tuple((name, 4 * math.prod(shape)) for name, shape in shapes.items()))
+
+    def arch(self, device: DeviceInfo) -> str:
+        """What the kernels are compiled for on a device."""
+        return ARCH
+
+    def report(self, config: sm80.BackwardPass, device: DeviceInfo) -> dict[str, Any]:
+        """What the compiler says of the kernels: registers of each, the sum of the rest."""
+        return sm80.report(config, self.arch(device))
+
+    def workspace_bytes(self, problem: BackwardProblem, device: DeviceInfo, config: sm80.BackwardPass) -> int:
+        """Row sums and shifts, the float32 sums of dq and, if deterministic, whose turn it is to add to them."""
+        return sum(size for _, size in config.workspace)
+
+    def launcher(
+        self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo, config: sm80.BackwardPass
+    ) -> Launcher:
+        """Compile or load the kernels and pack their parameters."""
+        return sm80.BackwardPassLaunch(problem, operands, device, config, self.arch(device), _make_launch)
+
+
+VARIANT = Sm90Backward()
+
+
+def _make_launch(
+    kernel: jit.LoadedKernel,
+    config: Any,
+    problem: Problem,
+    operands: BackwardOperands,
+    device: DeviceInfo,
+    params: bytes,
+) -> Any:
+    if isinstance(config, Sm90BackwardConfig):
+        return Sm90BackwardLaunch(kernel, config, problem, operands, device, params)
+    return sm80.make_launch(kernel, config, problem, operands, device, params)
+
+
+def mapped(config: Sm90BackwardConfig, problem: Problem) -> Iterator[tuple[str, tuple[int, int, int, int], int, int]]:
+    """(name, sizes, tile_rows, tile_dim) of what has a tensor map, in the order of ``Sm90BackwardParams``."""
+    p = problem
+    queries, keys = (p.seqlen_q, p.heads_q, p.batch), (p.seqlen_k, p.heads_kv, p.batch)
+    yield "q", (p.head_dim, *queries), config.tile_m, config.tile_d
+    yield "dout", (p.head_dim_v, *queries), config.tile_m, config.tile_dv
+    yield "k", (p.head_dim, *keys), config.tile_n, config.tile_d
+    yield "v", (p.head_dim_v, *keys), config.tile_n, config.tile_dv
+
+
+class Sm90BackwardLaunch(KernelLaunch):
+    """Launches ``sm90_backward``: four tensor maps, then BackwardParams. Those of the last few calls are kept."""
+
+    _KEPT = 64
+    _AT = len(_MAPPED) * tma.MAP_BYTES
+
+    def __init__(
+        self,
+        kernel: jit.LoadedKernel,
+        config: Sm90BackwardConfig,
+        problem: Problem,
+        operands: BackwardOperands,
+        device: DeviceInfo,
+        params: bytes,
+    ) -> None:
+        super().__init__(kernel, device.index, bytes(self._AT) + params, config.threads, config.shared_bytes)
+        self._encoders = [
+            tma.Encoder(problem.dtype, getattr(operands, name), sizes, rows, dim)
+            for name, sizes, rows, dim in mapped(config, problem)
+        ]
+        self._maps: dict[tuple[int, ...], bytes] = {}
+        self._packed: tuple[int, ...] | None = None  # the addresses whose maps are in the struct
+
+    def __call__(self, pointers: Sequence[int], grid: tuple[int, int, int], stream: int) -> None:
+        """Enqueue a grid; `pointers` in the order of ``BackwardLaunch.NAMES``."""
+        q, k, v, dout = *pointers[:3], pointers[5]
+        with self._lock:
+            if self._packed != (q, dout, k, v):
+                self._pack_maps((q, dout, k, v))
+            POINTERS.pack_into(self._struct, self._AT, *pointers[:5])
+            BACKWARD_POINTERS.pack_into(self._struct, self._AT + FORWARD_PARAMS_BYTES, *pointers[5:])
+            self._enqueue(*grid, stream)
+
+    def _pack_maps(self, addresses: tuple[int, ...]) -> None:
+        maps = self._maps.get(addresses)
+        if maps is None:
+            if len(self._maps) >= self._KEPT:
+                self._maps.clear()
+            maps = b"".join(encode(address) for encode, address in zip(self._encoders, addresses, strict=True))
+            self._maps[addresses] = maps
+        self._packed = None
+        ctypes.memmove(self._struct, maps, len(maps))
+        self._packed = addresses
+
+
+def ci_configs() -> Iterator[tuple[Any, str, tuple[str, ...]]]:
+    """See :func:`cuflash.variants.ci_configs`."""
+    cases: list[dict[str, Any]] = [{"d": d} for d in _TILES]
+    extras: tuple[dict[str, Any], ...]
+    extras = ({"dtype": "float16"}, {"scale": -1.0}, {"align": 2}, {"align": 4}, {"softcap": 30.0})
+    extras += ({"deterministic": True},)
+    cases += [{"d": d, **extra} for d in _TILES for extra in extras]
+    cases += [{"d": d - 8} for d in _TILES]
+    for case in cases:
+        d = case["d"]
+        for upper in (None, 0):
+            problem = Problem(
+                1, 256, 256, 1, 1, d, d, case.get("dtype", "bfloat16"), case.get("scale", 1.0),
+                softcap=case.get("softcap", 0.0), diag_upper=upper,
+            )  # fmt: skip
+            operand, result = Operand((0, 0, 0), 16), Operand((0, 0, 0), case.get("align", 16))
+            operands = BackwardOperands(*[operand] * 5, *[result] * 3)
+            config = backward_config(problem, operands, deterministic=case.get("deterministic", False))
+            yield config, ARCH, ("HGMMA", "UTMALDG", "UBLKCP", "SYNCS", "STSM", "REDG")
