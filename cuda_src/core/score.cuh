@@ -1,6 +1,6 @@
 // Score stages: what happens to q.k before masks and softmax. The identity compiles to nothing. The form of apply with
-// `slope` is for the backward pass, and also gives the derivative of the staged score by scale * q.k; it is 1 everywhere
-// unless the stage bends scores.
+// `slope` is for the backward pass, and also gives the derivative of the staged score by scale * q.k; it is 1
+// everywhere unless the stage bends scores.
 #pragma once
 
 #include "core/params.cuh"

@@ -25,6 +25,12 @@ __device__ __forceinline__ void store_shared(unsigned address, const uint4& valu
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared(unsigned address, const float (&value)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value[0]), "f"(value[1]), "f"(value[2]),
+               "f"(value[3])
+               : "memory");
+}
+
 __device__ __forceinline__ unsigned load_shared(unsigned address) {
   unsigned value;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");

@@ -35,10 +35,12 @@ struct Shape {
   static constexpr int rows_bytes = 2 * 4 * tile_m;
   // Shared memory, from a multiple of 1024: sK (tile_n, tile_d); sV (tile_n, tile_dv); sQ (stages, tile_m, tile_d);
   // sdO (stages, tile_m, tile_dv); sdS (buffers, tile_n, tile_m), transposed; the rows' shifts and deltas (stages, 2,
-  // tile_m); the barriers.
+  // tile_m); dQ on its way out of a warpgroup (dq_writers, 64, dq_columns); the barriers.
   static constexpr int v_at = K::bytes, q_at = v_at + V::bytes, dout_at = q_at + stages * Q::bytes;
   static constexpr int ds_at = dout_at + stages * Dout::bytes, rows_at = ds_at + buffers * Scores::bytes;
-  static constexpr int barriers_at = rows_at + stages * rows_bytes;
+  static constexpr int dq_at = rows_at + stages * rows_bytes, dq_bytes = 4 * 64 * dq_columns;
+  static constexpr int dq_writers = !Config::bulk_add ? 0 : Config::query_group ? 1 : warpgroups;
+  static constexpr int barriers_at = dq_at + dq_writers * dq_bytes;
   // A block has the registers that it was launched with.
   static constexpr int launch_registers = 65536 / threads / 8 * 8;
   // static_assert(consumers * Config::consumer_registers + 128 * Config::query_registers <= threads *
@@ -81,6 +83,7 @@ struct Shared {
   __device__ __forceinline__ unsigned shift(int stage) const {
     return base + Shape::rows_at + stage * Shape::rows_bytes;
   }
+  __device__ __forceinline__ unsigned dq(int writer) const { return base + Shape::dq_at + writer * Shape::dq_bytes; }
   __device__ __forceinline__ unsigned delta(int stage) const { return shift(stage) + Shape::rows_bytes / 2; }
 };
 

@@ -20,6 +20,9 @@
 
 namespace cuflash {
 
+// Named barriers of the warpgroups that make dQ.
+enum { query_barrier = 1 };
+
 // Starts the copies, by one thread of a warp, in the order in which they are needed.
 struct Loader {
   const Sm90BackwardParams& params;
@@ -73,7 +76,7 @@ struct QueryGradient {
   const BackwardParams& p;
   const Shared& shared;
   const Work& work;
-  int barrier;  // a named one, of the warpgroup
+  int writer;  // which of the warpgroups that make dQ this is
   Shape::ScoreRing::Position at;
 
   // rdQ (64, dq_columns), not waited for.
@@ -97,10 +100,31 @@ struct QueryGradient {
 
   __device__ __forceinline__ void add(const QueryStep& step, const Fragment& rdQ, int part) const {
     const Sum sum = Sum::of_rows(p, work.c.batch, step.head, step.row_begin() + part / column_parts * 64);
-    const int thread = rematerialized_thread() % 128;
-    float* first = sum.at(thread / 32, part % column_parts * Shape::dq_blocks, thread % 32);
+    const int thread = rematerialized_thread() % 128, lane = thread % 32;
+    const int column = part % column_parts * Shape::dq_blocks;
+    if constexpr (Config::bulk_add) {
+      // A warp's rows are one piece of the sums.
+      const unsigned sdQ = shared.dq(writer) + thread / 32 * (Shape::dq_bytes / 4);
+      if (lane == 0) bulk_wait_read();
+      __syncwarp();
 #pragma unroll
-    for (int n = 0; n < Shape::dq_blocks; ++n) Sum::add(first + Sum::distance(0, n), rdQ[0][n]);
+      for (int n = 0; n < Shape::dq_blocks; ++n) store_shared(sdQ + 16 * lane + 512 * n, rdQ[0][n]);
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) {
+        bulk_add(sum.at(thread / 32, column, 0), sdQ, Shape::dq_bytes / 4);
+        bulk_commit();
+      }
+    } else {
+      float* first = sum.at(thread / 32, column, lane);
+#pragma unroll
+      for (int n = 0; n < Shape::dq_blocks; ++n) Sum::add(first + Sum::distance(0, n), rdQ[0][n]);
+    }
+  }
+
+  // Shared memory may go when this has returned.
+  __device__ __forceinline__ void finish() const {
+    if (Config::bulk_add && rematerialized_thread() % 32 == 0) bulk_wait_read();
   }
 
   // Two words of turns for every 64 rows: as many as warpgroups that add to them.
@@ -117,7 +141,8 @@ struct QueryGradient {
 
   __device__ __forceinline__ void pass_turn(const QueryStep& step, int part) const {
     if constexpr (!Config::ordered) return;
-    named_barrier_sync<128>(barrier);
+    if (Config::bulk_add && threadIdx.x % 32 == 0) bulk_wait();
+    named_barrier_sync<128>(query_barrier + writer);
     if (threadIdx.x % 128 == 0) turn(step, part).pass(work.c.before);
   }
 };
@@ -152,9 +177,11 @@ struct Feeder {
 #pragma unroll 1
       for (int stage = 0; !loader.done() && (!Config::query_group || stage < Shape::stages); ++stage) loader.load();
     }
-    if constexpr (!Config::query_group) return;
+    if constexpr (Config::query_group) {
 #pragma unroll 1
-    for (QueryStep step = work.first(loader.p); work.has(step); step = work.after(step)) compute(step);
+      for (QueryStep step = work.first(loader.p); work.has(step); step = work.after(step)) compute(step);
+      gradient.finish();
+    }
   }
 };
 
@@ -174,7 +201,7 @@ struct Consumer {
   QueryGradient gradient;
 
   __device__ __forceinline__ Consumer(const BackwardParams& p, const Shared& shared, const Work& work, int group)
-      : p(p), shared(shared), work(work), group(group), gradient{p, shared, work, 1 + group} {}
+      : p(p), shared(shared), work(work), group(group), gradient{p, shared, work, group} {}
 
   // Made anew where they are needed: a few instructions cost less than registers held across the loop.
   static __device__ __forceinline__ int lane() { return rematerialized_thread() % 32; }
@@ -271,10 +298,20 @@ struct Consumer {
                                                            work.c.key_tile * Shape::warpgroups + group);
   }
 
-  __device__ __forceinline__ void compute(const QueryStep& step) {
-    Scores rS, rdP;
+  // The scores of a step, not waited for.
+  __device__ __forceinline__ void begin(Scores& rS) const {
     shared.q_ring.wait_full(at);
     issue_scores<Shape::K, Shape::Q>(rS, shared.k(), shared.q(at.stage));
+  }
+
+  // P^T and dS^T of a step, and the products that take them, not waited for. `later` says that there was a step before.
+  __device__ __forceinline__ void compute(const QueryStep& step, bool later) {
+    Scores rS, rdP;
+    if constexpr (Config::early_scores) {
+      add_query_gradient<1>(work.before(step), later, [&] { begin(rS); });
+    } else {
+      begin(rS);
+    }
     shared.dout_ring.wait_full(at);
     issue_scores<Shape::V, Shape::Dout>(rdP, shared.v(), shared.dout(at.stage));
     const bool masked = needs_mask_here(step);
@@ -312,25 +349,22 @@ struct Consumer {
     at.advance();
   }
 
-  // This warpgroup's parts of dQ of an earlier step; while() is called when the first product is on its way.
-  template <class Meanwhile>
-  __device__ __forceinline__ void add_query_gradient(const QueryStep& step, Meanwhile&& meanwhile) {
-    constexpr int own_parts = QueryGradient::parts / Shape::warpgroups;
-    static_assert(Config::query_group || own_parts * Shape::warpgroups == QueryGradient::parts);
-    shared.ds_ring.wait_full(gradient.at);
-#pragma unroll
-    for (int i = 0; i < own_parts; ++i) {
-      const int part = i * Shape::warpgroups + group;
-      QueryGradient::Fragment rdQ;
-      gradient.issue(rdQ, part);
-      if (i == 0) meanwhile();
-      wgmma_wait<0>();
-      pin_accumulators(rdQ);
-      if (i == own_parts - 1) gradient.release();
-      gradient.wait_turn(step, part);
-      gradient.add(step, rdQ, part);
-      gradient.pass_turn(step, part);
-    }
+  // This warpgroup's part of dQ of an earlier step, if there is one. meanwhile() is called when the product is on its
+  // way, and starts Behind others.
+  template <int Behind, class Meanwhile>
+  __device__ __forceinline__ void add_query_gradient(const QueryStep& step, bool there, Meanwhile&& meanwhile) {
+    static_assert(Config::query_group || QueryGradient::parts == Shape::warpgroups);
+    if (there) shared.ds_ring.wait_full(gradient.at);
+    QueryGradient::Fragment rdQ;
+    gradient.issue(rdQ, group);
+    meanwhile();
+    wgmma_wait<Behind>();
+    pin_accumulators(rdQ);
+    if (!there) return;
+    gradient.release();
+    gradient.wait_turn(step, group);
+    gradient.add(step, rdQ, group);
+    gradient.pass_turn(step, group);
   }
 
   __device__ __forceinline__ void write() const {
@@ -349,16 +383,19 @@ struct Consumer {
     bool later = false;
 #pragma unroll 1
     for (QueryStep step = work.first(p); work.has(step); step = work.after(step)) {
-      compute(step);
-      if (Config::query_group || !later) {
+      compute(step, later);
+      if constexpr (Config::query_group || Config::early_scores) {
         finish<0>();
       } else {
-        // dQ of the step before: by now the other warpgroups have come so far.
-        add_query_gradient(work.before(step), [&] { finish<1>(); });
+        // By now the other warpgroups have come as far as dQ of the step before needs.
+        add_query_gradient<0>(work.before(step), later, [&] { finish<1>(); });
       }
       later = true;
     }
-    if (!Config::query_group && later) add_query_gradient(work.last(), [] {});
+    if (!Config::query_group && later) {
+      add_query_gradient<0>(work.last(), true, [] {});
+      gradient.finish();
+    }
     write();
   }
 };
@@ -376,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Shape::threads, 1)
   const int role = warp_uniform(threadIdx.x / 128);
   if (role == 0) {
     give_registers<Config::query_registers>();
-    Feeder{Loader(params, shared, work), {params.p, shared, work, 1}}.run();
+    Feeder{Loader(params, shared, work), {params.p, shared, work, 0}}.run();
   } else {
     take_registers<Config::consumer_registers>();
     Consumer(params.p, shared, work, role - 1).run();

@@ -60,6 +60,10 @@ class Sm90BackwardConfig:
         Registers of a thread that makes dk and dv, and of one that makes dq.
     query_group : bool
         Whether a warpgroup of its own makes dq; otherwise those of dk and dv do.
+    bulk_add : bool
+        Whether dq goes to its sums through shared memory and the copy engine; otherwise from registers.
+    early_scores : bool
+        Whether the scores of the next step are begun before dq of the last is added to its sums.
     early_product : bool
         Whether the product for dv begins before dS is computed, which takes registers.
     ordered : bool
@@ -88,6 +92,8 @@ class Sm90BackwardConfig:
     consumer_registers: int
     query_registers: int
     query_group: bool
+    bulk_add: bool
+    early_scores: bool
     early_product: bool
     ordered: bool
     out_vector_bytes: int
@@ -113,7 +119,9 @@ class Sm90BackwardConfig:
         dims = self.tile_d + self.tile_dv
         tiles = self.tile_n * dims + self.stages * self.tile_m * dims + self.buffers * self.tile_n * self.tile_m
         barriers = 16 * (1 + 2 * self.stages + self.buffers)
-        return 2 * tiles + 8 * self.stages * self.tile_m + barriers + 1024
+        writers = self.bulk_add * (1 if self.query_group else self.warpgroups)
+        sums = 4 * writers * 64 * self.dq_columns
+        return 2 * tiles + 8 * self.stages * self.tile_m + sums + barriers + 1024
 
     def written_source(self) -> str:
         """The products of this Config."""
@@ -137,12 +145,14 @@ class _Tile:
     consumer_registers: int = 216
     query_registers: int = 72
     query_group: bool = True
+    bulk_add: bool = False
+    early_scores: bool = False
     early_product: bool = False
 
 
 _TILES = {
-    64: _Tile(2, 64, 3, 2, 64, early_product=True),
-    128: _Tile(2, 64, 3, 2, 64, 240, 24, query_group=False),
+    64: _Tile(2, 128, 2, 2, 64, 240, 24, query_group=False),
+    128: _Tile(2, 64, 3, 2, 64, 240, 24, query_group=False, early_product=True),
 }
 
 

@@ -11,6 +11,10 @@ void store_shared(unsigned address, const T& value) {
   emulator::write_shared(address, value);
 }
 
+inline void store_shared(unsigned address, const float (&value)[4]) {
+  emulator::write_shared(address, float4{value[0], value[1], value[2], value[3]});
+}
+
 inline unsigned load_shared(unsigned address) {
   return emulator::read_shared<unsigned>(address);
 }
