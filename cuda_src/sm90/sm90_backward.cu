@@ -98,28 +98,40 @@ struct QueryGradient {
     at.advance();
   }
 
-  __device__ __forceinline__ void add(const QueryStep& step, const Fragment& rdQ, int part) const {
+  __device__ __forceinline__ float* sums(const QueryStep& step, int part, int warp, int lane) const {
     const Sum sum = Sum::of_rows(p, work.c.batch, step.head, step.row_begin() + part / column_parts * 64);
-    const int thread = rematerialized_thread() % 128, lane = thread % 32;
-    const int column = part % column_parts * Shape::dq_blocks;
+    return sum.at(warp, part % column_parts * Shape::dq_blocks, lane);
+  }
+
+  // With bulk_add a warp's rows, one piece of the sums, go to shared memory only.
+  __device__ __forceinline__ void add(const QueryStep& step, const Fragment& rdQ, int part) const {
+    const unsigned thread = rematerialized_thread() % 128, lane = thread % 32;
     if constexpr (Config::bulk_add) {
-      // A warp's rows are one piece of the sums.
-      const unsigned sdQ = shared.dq(writer) + thread / 32 * (Shape::dq_bytes / 4);
+      const unsigned target = sdQ(thread / 32) + 16 * lane;
       if (lane == 0) bulk_wait_read();
       __syncwarp();
 #pragma unroll
-      for (int n = 0; n < Shape::dq_blocks; ++n) store_shared(sdQ + 16 * lane + 512 * n, rdQ[0][n]);
-      fence_async_proxy();
-      __syncwarp();
-      if (lane == 0) {
-        bulk_add(sum.at(thread / 32, column, 0), sdQ, Shape::dq_bytes / 4);
-        bulk_commit();
-      }
+      for (int n = 0; n < Shape::dq_blocks; ++n) store_shared(target + 512 * n, rdQ[0][n]);
     } else {
-      float* first = sum.at(thread / 32, column, lane);
+      wait_turn(step, part);
+      float* first = sums(step, part, thread / 32, lane);
 #pragma unroll
       for (int n = 0; n < Shape::dq_blocks; ++n) Sum::add(first + Sum::distance(0, n), rdQ[0][n]);
     }
+  }
+
+  __device__ __forceinline__ unsigned sdQ(int warp) const { return shared.dq(writer) + warp * (Shape::dq_bytes / 4); }
+
+  // What add() left in shared memory, to the sums. The stores have to be complete: better later.
+  __device__ __forceinline__ void flush(const QueryStep& step, int part) const {
+    if constexpr (!Config::bulk_add) return;
+    const unsigned warp = rematerialized_thread() % 128 / 32;
+    fence_async_proxy();
+    __syncwarp();
+    if (rematerialized_thread() % 32 != 0) return;
+    wait_turn(step, part);
+    bulk_add(sums(step, part, warp, 0), sdQ(warp), Shape::dq_bytes / 4);
+    bulk_commit();
   }
 
   // Shared memory may go when this has returned.
@@ -139,11 +151,12 @@ struct QueryGradient {
       turn(step, part).wait(work.c.before);
   }
 
+  // When the additions are made; better later.
   __device__ __forceinline__ void pass_turn(const QueryStep& step, int part) const {
     if constexpr (!Config::ordered) return;
-    if (Config::bulk_add && threadIdx.x % 32 == 0) bulk_wait();
+    if (Config::bulk_add && rematerialized_thread() % 32 == 0) bulk_wait();
     named_barrier_sync<128>(query_barrier + writer);
-    if (threadIdx.x % 128 == 0) turn(step, part).pass(work.c.before);
+    if (rematerialized_thread() % 128 == 0) turn(step, part).pass(work.c.before);
   }
 };
 
@@ -163,10 +176,10 @@ struct Feeder {
       wgmma_wait<0>();
       pin_accumulators(rdQ);
       if (part == QueryGradient::parts - 1) gradient.release();
-      if (part == 0) gradient.wait_turn(step, 0);
       gradient.add(step, rdQ, part);
+      gradient.flush(step, part);
+      gradient.pass_turn(step, part);
     }
-    gradient.pass_turn(step, 0);
   }
 
   __device__ __forceinline__ void run() {
@@ -197,16 +210,20 @@ struct Consumer {
   Shape::ScoreRing::Position ds_at;
   float rdK[1][Shape::d_blocks][4] = {};
   float rdV[1][Shape::dv_blocks][4] = {};
-  Operand rP, rdS;  // of the products that go on
+  Operand rP, rdS;   // of the products that go on
+  QueryStep staged;  // whose dQ has been made last
+  bool has_staged = false;
   QueryGradient gradient;
 
   __device__ __forceinline__ Consumer(const BackwardParams& p, const Shared& shared, const Work& work, int group)
       : p(p), shared(shared), work(work), group(group), gradient{p, shared, work, group} {}
 
   // Made anew where they are needed: a few instructions cost less than registers held across the loop.
-  static __device__ __forceinline__ int lane() { return rematerialized_thread() % 32; }
-  __device__ __forceinline__ int warp_key() const { return 64 * group + rematerialized_thread() % 128 / 32 * 16; }
-  __device__ __forceinline__ int key() const { return warp_key() + lane() / 4; }  // this thread's first in the tile
+  static __device__ __forceinline__ unsigned lane() { return rematerialized_thread() % 32; }
+  __device__ __forceinline__ unsigned warp_key() const { return 64 * group + rematerialized_thread() % 128 / 32 * 16; }
+  __device__ __forceinline__ unsigned key() const {
+    return warp_key() + lane() / 4;
+  }  // this thread's first in the tile
 
   // r = A B^T, not waited for: keys by queries.
   template <class Keys, class Queries>
@@ -232,36 +249,62 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // rS from q.k to P^T; where the score stage bends scores, rdP from dP to its product with the slope, delta taken
-  // away.
-  __device__ __forceinline__ void weigh(Scores& rS, Scores& rdP) const {
-    const unsigned shifts = shared.shift(at.stage) + 8 * (lane() % 4);
+  // The shifts or deltas of this thread's queries, some of them fetched ahead: shared memory is slow to answer while
+  // the tensor cores read it.
+  struct QueryRows {
+    static constexpr int window = Shape::m_blocks < 8 ? Shape::m_blocks : 8;
+    unsigned at;
+    float2 next[window];
+
+    __device__ __forceinline__ explicit QueryRows(unsigned rows) : at(rows + 8 * (lane() % 4)) {
+#pragma unroll
+      for (int m = 0; m < window; ++m) next[m] = load_shared_float2(at + 32 * m);
+    }
+
+    // Of block m, once each and in order.
+    __device__ __forceinline__ float2 take(int m) {
+      const float2 value = next[m % window];
+      if (m + window < Shape::m_blocks) next[m % window] = load_shared_float2(at + 32 * (m + window));
+      return value;
+    }
+  };
+
+  // rS from q.k to P^T.
+  __device__ __forceinline__ void weigh(Scores& rS, QueryRows& shifts) const {
 #pragma unroll
     for (int m = 0; m < Shape::m_blocks; ++m) {
-      const float2 shift = load_shared_float2(shifts + 32 * m);
-      if constexpr (Config::score::bends) {
-        const float2 delta = load_shared_float2(shifts + Shape::rows_bytes / 2 + 32 * m);
-        float slope[4];
-        Config::score::apply(rS[0][m], slope, p);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) rdP[0][m][i] = (rdP[0][m][i] - (i % 2 ? delta.y : delta.x)) * slope[i];
-      } else {
-        Config::score::apply(rS[0][m], p);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        rS[0][m][i] = exp2_approx(fmaf(rS[0][m][i], p.exp2_scale, -(i % 2 ? shift.y : shift.x)));
+      const float2 shift = shifts.take(m);
+      Config::score::apply(rS[0][m], p);
+      exponentiate(rS[0][m], shift);
     }
   }
 
+  __device__ __forceinline__ void exponentiate(float (&s)[4], const float2& shift) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[i] = exp2_approx(fmaf(s[i], p.exp2_scale, -(i % 2 ? shift.y : shift.x)));
+  }
+
   // rdP from dP to dS^T.
-  __device__ __forceinline__ void differentiate(const Scores& rP, Scores& rdP) const {
-    const unsigned deltas = shared.delta(at.stage) + 8 * (lane() % 4);
+  __device__ __forceinline__ void differentiate(const Scores& rP, Scores& rdP, QueryRows& deltas) const {
 #pragma unroll
     for (int m = 0; m < Shape::m_blocks; ++m) {
-      const float2 delta = Config::score::bends ? float2{} : load_shared_float2(deltas + 32 * m);
+      const float2 delta = deltas.take(m);
 #pragma unroll
       for (int i = 0; i < 4; ++i) rdP[0][m][i] = rP[0][m][i] * (rdP[0][m][i] - (i % 2 ? delta.y : delta.x));
+    }
+  }
+
+  // Both at once, where the score stage bends scores.
+  __device__ __forceinline__ void weigh_and_differentiate(Scores& rS, Scores& rdP, QueryRows& shifts,
+                                                          QueryRows& deltas) const {
+#pragma unroll
+    for (int m = 0; m < Shape::m_blocks; ++m) {
+      const float2 shift = shifts.take(m), delta = deltas.take(m);
+      float slope[4];
+      Config::score::apply(rS[0][m], slope, p);
+      exponentiate(rS[0][m], shift);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rdP[0][m][i] = rS[0][m][i] * (rdP[0][m][i] - (i % 2 ? delta.y : delta.x)) * slope[i];
     }
   }
 
@@ -279,14 +322,18 @@ struct Consumer {
     }
   }
 
-  // dS^T to shared memory, for the warpgroup of dQ.
-  __device__ __forceinline__ void publish(const Operand& rdS) {
+  // dS^T to shared memory, for dQ.
+  __device__ __forceinline__ void store_scores() const {
     shared.ds_ring.wait_empty(ds_at);
-    const int row = warp_key() + lane() % 16;
+    const int row = warp_key() + lane() % 16, column = lane() / 16;
     const unsigned target = shared.ds(ds_at.stage);
 #pragma unroll
     for (int k = 0; k < Shape::tile_m / 16; ++k)
-      stmatrix_x4(target + Shape::Scores::chunk(row, 2 * k + lane() / 16), rdS[k]);
+      stmatrix_x4(target + Shape::Scores::chunk(row, 2 * k + column), rdS[k]);
+  }
+
+  // The stores have to be complete: better later.
+  __device__ __forceinline__ void publish_scores() {
     fence_async_proxy();
     __syncwarp();
     if (lane() == 0) shared.ds_ring.publish(ds_at);
@@ -304,37 +351,48 @@ struct Consumer {
     issue_scores<Shape::K, Shape::Q>(rS, shared.k(), shared.q(at.stage));
   }
 
-  // P^T and dS^T of a step, and the products that take them, not waited for. `later` says that there was a step before.
-  __device__ __forceinline__ void compute(const QueryStep& step, bool later) {
+  // P^T and dS^T of a step, and the products that take them, not waited for.
+  __device__ __forceinline__ void compute(const QueryStep& step) {
     Scores rS, rdP;
-    if constexpr (Config::early_scores) {
-      add_query_gradient<1>(work.before(step), later, [&] { begin(rS); });
-    } else {
-      begin(rS);
-    }
+    begin(rS);
+    QueryRows shifts(shared.shift(at.stage));
     shared.dout_ring.wait_full(at);
     issue_scores<Shape::V, Shape::Dout>(rdP, shared.v(), shared.dout(at.stage));
     const bool masked = needs_mask_here(step);
-    wgmma_wait<Config::score::bends ? 0 : 1>();
-    pin_accumulators(rS);
-    if constexpr (Config::score::bends) pin_accumulators(rdP);
-    weigh(rS, rdP);
-    if (masked) clear_hidden(rS, step);
-    if constexpr (Config::early_product) {
+    if (has_staged) gradient.flush(staged, group);
+    if constexpr (Config::score::bends) {
+      wgmma_wait<0>();
+      pin_accumulators(rS);
+      pin_accumulators(rdP);
+      QueryRows deltas(shared.delta(at.stage));
+      weigh_and_differentiate(rS, rdP, shifts, deltas);
+      if (masked) clear_hidden(rS, step);
       pack_operand(rP, rS);
       issue_gradient<Shape::Dout>(rdV, rP, shared.dout(at.stage));
+    } else {
+      wgmma_wait<1>();
+      pin_accumulators(rS);
+      weigh(rS, shifts);
+      if (masked) clear_hidden(rS, step);
+      QueryRows deltas(shared.delta(at.stage));
+      if constexpr (Config::early_product) {
+        pack_operand(rP, rS);
+        issue_gradient<Shape::Dout>(rdV, rP, shared.dout(at.stage));
+      }
+      wgmma_wait<Config::early_product ? 1 : 0>();
+      pin_accumulators(rdP);
+      differentiate(rS, rdP, deltas);
+      if constexpr (!Config::early_product) {
+        pack_operand(rP, rS);
+        issue_gradient<Shape::Dout>(rdV, rP, shared.dout(at.stage));
+      }
     }
-    wgmma_wait<Config::early_product ? 1 : 0>();
-    pin_accumulators(rdP);
-    differentiate(rS, rdP);
     if (masked) clear_hidden(rdP, step);
-    if constexpr (!Config::early_product) {
-      pack_operand(rP, rS);
-      issue_gradient<Shape::Dout>(rdV, rP, shared.dout(at.stage));
-    }
     pack_operand(rdS, rdP);
-    publish(rdS);
+    if (has_staged) gradient.pass_turn(staged, group);
+    store_scores();
     issue_gradient<Shape::Q>(rdK, rdS, shared.q(at.stage));
+    publish_scores();
   }
 
   // When the products for dV and dK are there but for Pending others.
@@ -349,22 +407,22 @@ struct Consumer {
     at.advance();
   }
 
-  // This warpgroup's part of dQ of an earlier step, if there is one. meanwhile() is called when the product is on its
-  // way, and starts Behind others.
-  template <int Behind, class Meanwhile>
+  // This warpgroup's part of dQ of an earlier step, if there is one; meanwhile() is called when the product is on its
+  // way.
+  template <class Meanwhile>
   __device__ __forceinline__ void add_query_gradient(const QueryStep& step, bool there, Meanwhile&& meanwhile) {
     static_assert(Config::query_group || QueryGradient::parts == Shape::warpgroups);
     if (there) shared.ds_ring.wait_full(gradient.at);
     QueryGradient::Fragment rdQ;
     gradient.issue(rdQ, group);
     meanwhile();
-    wgmma_wait<Behind>();
+    wgmma_wait<0>();
     pin_accumulators(rdQ);
+    has_staged = there;
     if (!there) return;
     gradient.release();
-    gradient.wait_turn(step, group);
     gradient.add(step, rdQ, group);
-    gradient.pass_turn(step, group);
+    staged = step;
   }
 
   __device__ __forceinline__ void write() const {
@@ -383,17 +441,23 @@ struct Consumer {
     bool later = false;
 #pragma unroll 1
     for (QueryStep step = work.first(p); work.has(step); step = work.after(step)) {
-      compute(step, later);
-      if constexpr (Config::query_group || Config::early_scores) {
+      compute(step);
+      if constexpr (Config::query_group) {
         finish<0>();
       } else {
         // By now the other warpgroups have come as far as dQ of the step before needs.
-        add_query_gradient<0>(work.before(step), later, [&] { finish<1>(); });
+        add_query_gradient(work.before(step), later, [&] { finish<1>(); });
       }
       later = true;
     }
     if (!Config::query_group && later) {
-      add_query_gradient<0>(work.last(), true, [] {});
+      if (has_staged) {
+        gradient.flush(staged, group);
+        gradient.pass_turn(staged, group);
+      }
+      add_query_gradient(work.last(), true, [] {});
+      gradient.flush(staged, group);
+      gradient.pass_turn(staged, group);
       gradient.finish();
     }
     write();

@@ -62,8 +62,6 @@ class Sm90BackwardConfig:
         Whether a warpgroup of its own makes dq; otherwise those of dk and dv do.
     bulk_add : bool
         Whether dq goes to its sums through shared memory and the copy engine; otherwise from registers.
-    early_scores : bool
-        Whether the scores of the next step are begun before dq of the last is added to its sums.
     early_product : bool
         Whether the product for dv begins before dS is computed, which takes registers.
     ordered : bool
@@ -93,7 +91,6 @@ class Sm90BackwardConfig:
     query_registers: int
     query_group: bool
     bulk_add: bool
-    early_scores: bool
     early_product: bool
     ordered: bool
     out_vector_bytes: int
@@ -146,13 +143,12 @@ class _Tile:
     query_registers: int = 72
     query_group: bool = True
     bulk_add: bool = False
-    early_scores: bool = False
     early_product: bool = False
 
 
 _TILES = {
-    64: _Tile(2, 128, 2, 2, 64, 240, 24, query_group=False),
-    128: _Tile(2, 64, 3, 2, 64, 240, 24, query_group=False, early_product=True),
+    64: _Tile(2, 128, 2, 2, 64, 240, 24, query_group=False, bulk_add=True),
+    128: _Tile(2, 64, 3, 2, 64, 240, 24, query_group=False, bulk_add=True, early_product=True),
 }
 
 
