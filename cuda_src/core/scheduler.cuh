@@ -47,6 +47,14 @@ struct KeyTileCoordinate {
     return {tile, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z), tile};
   }
 
+  // Of a grid of one dimension, under a mask: the tiles of several heads mingle, longest first, so that no long one
+  // starts when the others are done.
+  static __device__ __forceinline__ KeyTileCoordinate longest_first(const BackwardParams& p, int tiles) {
+    const auto c = SectionCoordinate::make(blockIdx.x, tiles, gridDim.x / tiles, p.section);
+    const int heads = p.heads_q / p.group;
+    return {in_uniform_register(c.tile), in_uniform_register(c.pair % heads), in_uniform_register(c.pair / heads), 0};
+  }
+
   // Of a grid of one dimension, for blocks that take turns in what they do for a head: from its last key tile to the
   // first, and with those of other heads in between, so that few of one head run at a time and wait for each other.
   static __device__ __forceinline__ KeyTileCoordinate in_turn(const BackwardParams& p, int tiles) {

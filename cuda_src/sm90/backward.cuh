@@ -107,8 +107,10 @@ struct Work {
   }
 
   static __device__ __forceinline__ KeyTileCoordinate coordinate(const BackwardParams& p) {
-    if constexpr (!Config::ordered) return KeyTileCoordinate::of_block();
-    return KeyTileCoordinate::in_turn(p, (p.seqlen_k + Shape::tile_n - 1) / Shape::tile_n);
+    const int tiles = (p.seqlen_k + Shape::tile_n - 1) / Shape::tile_n;
+    if constexpr (Config::ordered) return KeyTileCoordinate::in_turn(p, tiles);
+    if constexpr (Config::has_band) return KeyTileCoordinate::longest_first(p, tiles);
+    return KeyTileCoordinate::of_block();
   }
 
   // The query tiles that see the key tile that begins at a key; none past the last key.

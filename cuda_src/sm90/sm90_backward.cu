@@ -11,6 +11,7 @@
 #include "core/score.cuh"
 #include "core/turns.cuh"
 #include "ptx/elect.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/special.cuh"
@@ -202,6 +203,19 @@ struct Feeder {
 struct Consumer {
   using Scores = float[1][Shape::m_blocks][4];       // (64 keys, tile_m queries)
   using Operand = unsigned[Shape::m_blocks / 2][4];  // the same, rounded
+  // This warpgroup's keys or values: in shared memory, or in registers as fragments of 16 columns.
+  template <class Keys>
+  struct KeyOperand {
+    static constexpr int blocks = Keys::panels * Keys::panel_columns / 16;
+    unsigned r[Config::keys_in_registers ? blocks : 1][4];
+
+    __device__ __forceinline__ void load(unsigned sKeys, int warp_key) {
+#pragma unroll
+      for (int k = 0; k < (Config::keys_in_registers ? blocks : 0); ++k)
+        ldmatrix_x4(r[k], sKeys + Keys::chunk(warp_key + lane() % 16, 2 * k + lane() / 16));
+    }
+  };
+
   const BackwardParams& p;
   const Shared& shared;
   const Work& work;
@@ -210,6 +224,8 @@ struct Consumer {
   Shape::ScoreRing::Position ds_at;
   float rdK[1][Shape::d_blocks][4] = {};
   float rdV[1][Shape::dv_blocks][4] = {};
+  KeyOperand<Shape::K> rK;
+  KeyOperand<Shape::V> rV;
   Operand rP, rdS;   // of the products that go on
   QueryStep staged;  // whose dQ has been made last
   bool has_staged = false;
@@ -227,14 +243,21 @@ struct Consumer {
 
   // r = A B^T, not waited for: keys by queries.
   template <class Keys, class Queries>
-  __device__ __forceinline__ void issue_scores(Scores& r, unsigned sKeys, unsigned sQueries) const {
+  __device__ __forceinline__ void issue_scores(Scores& r, const KeyOperand<Keys>& keys, unsigned sKeys,
+                                               unsigned sQueries) const {
+    using Product = Wgmma<Shape::tile_m, Shape::Element>;
     wgmma_fence();
     const uint64 a = Keys::columns_deep | (sKeys + 64 * group * Keys::row_bytes) >> 4;
     const uint64 b = Queries::columns_deep | sQueries >> 4;
 #pragma unroll
-    for (int k = 0; k < Keys::panels * Keys::panel_columns / 16; ++k)
-      Wgmma<Shape::tile_m, Shape::Element>::template ss<0>(r, a + (Keys::column_block(k) >> 4),
-                                                           b + (Queries::column_block(k) >> 4), k > 0);
+    for (int k = 0; k < KeyOperand<Keys>::blocks; ++k) {
+      const uint64 queries = b + (Queries::column_block(k) >> 4);
+      if constexpr (Config::keys_in_registers) {
+        Product::template rs<0>(r, keys.r[k], queries, k > 0);
+      } else {
+        Product::template ss<0>(r, a + (Keys::column_block(k) >> 4), queries, k > 0);
+      }
+    }
     wgmma_commit();
   }
 
@@ -348,7 +371,7 @@ struct Consumer {
   // The scores of a step, not waited for.
   __device__ __forceinline__ void begin(Scores& rS) const {
     shared.q_ring.wait_full(at);
-    issue_scores<Shape::K, Shape::Q>(rS, shared.k(), shared.q(at.stage));
+    issue_scores<Shape::K, Shape::Q>(rS, rK, shared.k(), shared.q(at.stage));
   }
 
   // P^T and dS^T of a step, and the products that take them, not waited for.
@@ -357,7 +380,7 @@ struct Consumer {
     begin(rS);
     QueryRows shifts(shared.shift(at.stage));
     shared.dout_ring.wait_full(at);
-    issue_scores<Shape::V, Shape::Dout>(rdP, shared.v(), shared.dout(at.stage));
+    issue_scores<Shape::V, Shape::Dout>(rdP, rV, shared.v(), shared.dout(at.stage));
     const bool masked = needs_mask_here(step);
     if (has_staged) gradient.flush(staged, group);
     if constexpr (Config::score::bends) {
@@ -437,7 +460,11 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    if (work.end_head > 0) shared.keys.wait_full({});
+    if (work.end_head > 0) {
+      shared.keys.wait_full({});
+      rK.load(shared.k(), warp_key());
+      rV.load(shared.v(), warp_key());
+    }
     bool later = false;
 #pragma unroll 1
     for (QueryStep step = work.first(p); work.has(step); step = work.after(step)) {

@@ -111,6 +111,15 @@ class Sm80BackwardConfig:
         buffers, row_stages = (2, 3) if self.stages == 3 else (1, 1)
         return 2 * (keys + queries + 2 * buffers * self.tile_m * self.tile_n) + 8 * row_stages * self.tile_m
 
+    @property
+    def numbered(self) -> bool:
+        """Whether the kernel itself finds out which tile a block has."""
+        return self.ordered
+
+    def section(self, problem: Problem, device: DeviceInfo) -> int:
+        """(batch, head) pairs whose key tiles mingle."""
+        return section_in_turn(self, problem, device) if self.ordered else 1
+
     def describe(self) -> dict[str, Any]:
         """The fields, with the derived sizes."""
         tile = {"tile": (self.tile_m, self.tile_n), "threads": self.threads, "shared_bytes": self.shared_bytes}
@@ -348,22 +357,27 @@ def configs(
 def grid(config: Any, problem: Problem, batch: int) -> tuple[int, int, int]:
     """Blocks of one of the kernels for `batch` entries: (tiles, heads, batch), of which only the first may pass 65535.
 
-    Blocks that take turns are numbered by the kernel itself: their grid has one dimension.
+    Where blocks are numbered by the kernel itself the grid has one dimension.
     """
     if isinstance(config, _RowsConfig):
         return -(-padded_rows(problem) // config.tile_m), problem.heads_q, batch
     tiles = -(-problem.seqlen_k // config.tile_n)
-    return (tiles * problem.heads_kv * batch, 1, 1) if config.ordered else (tiles, problem.heads_kv, batch)
+    return (tiles * problem.heads_kv * batch, 1, 1) if config.numbered else (tiles, problem.heads_kv, batch)
 
 
 def section(config: Any, problem: Problem, device: DeviceInfo) -> int:
-    """Heads whose key tiles mingle where blocks take turns.
+    """(batch, head) pairs whose key tiles mingle where blocks are numbered by the kernel itself."""
+    return 1 if isinstance(config, _RowsConfig) else config.section(problem, device)
+
+
+def section_in_turn(config: Any, problem: Problem, device: DeviceInfo) -> int:
+    """The same where blocks take turns.
 
     A block is to begin when the one before it has had its turn at the first rows: about a step later. So as many heads
     as make the blocks of one head begin a step apart; no more, since its blocks share its rows in the L2 cache. Behind
     a mask they begin with different rows and need not wait.
     """
-    if isinstance(config, _RowsConfig) or config.has_band:
+    if config.has_band:
         return 1
     steps = problem.group * -(-problem.seqlen_q // config.tile_m)
     together: int = -(-device.multiprocessors * config.blocks_per_sm // max(steps, 1))

@@ -34,6 +34,7 @@ from cuflash.variants.cuda import CudaVariant, score_stage
 from cuflash.wgmma import wgmma_source
 
 ARCH = "sm_90a"  # wgmma and setmaxnreg are not in plain sm_90
+_L2_BYTES = 40 << 20  # of q, dout and the sums of dq that may be live at once
 _MAPPED = ("q", "dout", "k", "v")  # what has a tensor map
 
 
@@ -62,6 +63,8 @@ class Sm90BackwardConfig:
         Whether a warpgroup of its own makes dq; otherwise those of dk and dv do.
     bulk_add : bool
         Whether dq goes to its sums through shared memory and the copy engine; otherwise from registers.
+    keys_in_registers : bool
+        Whether k and v are read from shared memory once, and not in every step.
     early_product : bool
         Whether the product for dv begins before dS is computed, which takes registers.
     ordered : bool
@@ -91,6 +94,7 @@ class Sm90BackwardConfig:
     query_registers: int
     query_group: bool
     bulk_add: bool
+    keys_in_registers: bool
     early_product: bool
     ordered: bool
     out_vector_bytes: int
@@ -120,6 +124,20 @@ class Sm90BackwardConfig:
         sums = 4 * writers * 64 * self.dq_columns
         return 2 * tiles + 8 * self.stages * self.tile_m + sums + barriers + 1024
 
+    @property
+    def numbered(self) -> bool:
+        """Whether the kernel itself finds out which tile a block has."""
+        return self.ordered or self.has_band
+
+    def section(self, problem: Problem, device: DeviceInfo) -> int:
+        """(batch, head) pairs whose key tiles mingle: under a mask as many as share the L2 cache, a power of two."""
+        if self.ordered or not self.has_band:
+            return sm80.section_in_turn(self, problem, device) if self.ordered else 1
+        per_row = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * self.tile_d
+        fitting = max(1, _L2_BYTES // max(problem.seqlen_q * problem.group * per_row, 1))
+        together: int = 1 << (fitting.bit_length() - 1)
+        return max(1, min(together, problem.heads_kv * problem.batch))
+
     def written_source(self) -> str:
         """The products of this Config."""
         return wgmma_source((self.tile_m, self.tile_d, self.tile_dv, self.dq_columns), self.element)
@@ -143,12 +161,13 @@ class _Tile:
     query_registers: int = 72
     query_group: bool = True
     bulk_add: bool = False
+    keys_in_registers: bool = False
     early_product: bool = False
 
 
 _TILES = {
-    64: _Tile(2, 128, 2, 2, 64, 240, 24, query_group=False, bulk_add=True),
-    128: _Tile(2, 64, 3, 2, 64, 240, 24, query_group=False, bulk_add=True, early_product=True),
+    64: _Tile(2, 64, 4, 2, 64, keys_in_registers=True, early_product=True),
+    128: _Tile(2, 64, 3, 2, 64, 240, 24, query_group=False, bulk_add=True),
 }
 
 
