@@ -123,13 +123,10 @@ struct QueryGradient {
 
   __device__ __forceinline__ unsigned sdQ(int warp) const { return shared.dq(writer) + warp * (Shape::dq_bytes / 4); }
 
-  // What add() left in shared memory, to the sums. The stores have to be complete: better later.
+  // What add() left in shared memory, to the sums; by one thread of each warp, behind a fence.
   __device__ __forceinline__ void flush(const QueryStep& step, int part) const {
     if constexpr (!Config::bulk_add) return;
     const unsigned warp = rematerialized_thread() % 128 / 32;
-    fence_async_proxy();
-    __syncwarp();
-    if (rematerialized_thread() % 32 != 0) return;
     wait_turn(step, part);
     bulk_add(sums(step, part, warp, 0), sdQ(warp), Shape::dq_bytes / 4);
     bulk_commit();
@@ -178,7 +175,9 @@ struct Feeder {
       pin_accumulators(rdQ);
       if (part == QueryGradient::parts - 1) gradient.release();
       gradient.add(step, rdQ, part);
-      gradient.flush(step, part);
+      if (Config::bulk_add) fence_async_proxy();
+      __syncwarp();
+      if (rematerialized_thread() % 32 == 0) gradient.flush(step, part);
       gradient.pass_turn(step, part);
     }
   }
@@ -355,12 +354,16 @@ struct Consumer {
       stmatrix_x4(target + Shape::Scores::chunk(row, 2 * k + column), rdS[k]);
   }
 
-  // The stores have to be complete: better later.
-  __device__ __forceinline__ void publish_scores() {
+  // What has been stored to shared memory is for others: dS^T of the step before, if `scores`, and what dQ of the one
+  // before that left. The stores have to be complete: better later.
+  __device__ __forceinline__ void publish(bool scores) {
     fence_async_proxy();
     __syncwarp();
-    if (lane() == 0) shared.ds_ring.publish(ds_at);
-    ds_at.advance();
+    if (lane() == 0) {
+      if (scores) shared.ds_ring.publish(ds_at);
+      if (has_staged) gradient.flush(staged, group);
+    }
+    if (scores) ds_at.advance();
   }
 
   __device__ __forceinline__ bool needs_mask_here(const QueryStep& step) const {
@@ -374,15 +377,15 @@ struct Consumer {
     issue_scores<Shape::K, Shape::Q>(rS, rK, shared.k(), shared.q(at.stage));
   }
 
-  // P^T and dS^T of a step, and the products that take them, not waited for.
-  __device__ __forceinline__ void compute(const QueryStep& step) {
+  // P^T and dS^T of a step, and the products that take them, not waited for. `later` says that there was a step before.
+  __device__ __forceinline__ void compute(const QueryStep& step, bool later) {
     Scores rS, rdP;
     begin(rS);
-    QueryRows shifts(shared.shift(at.stage));
     shared.dout_ring.wait_full(at);
     issue_scores<Shape::V, Shape::Dout>(rdP, rV, shared.v(), shared.dout(at.stage));
+    if (Config::late_publish && later) publish(true);
+    QueryRows shifts(shared.shift(at.stage));
     const bool masked = needs_mask_here(step);
-    if (has_staged) gradient.flush(staged, group);
     if constexpr (Config::score::bends) {
       wgmma_wait<0>();
       pin_accumulators(rS);
@@ -415,7 +418,7 @@ struct Consumer {
     if (has_staged) gradient.pass_turn(staged, group);
     store_scores();
     issue_gradient<Shape::Q>(rdK, rdS, shared.q(at.stage));
-    publish_scores();
+    if constexpr (!Config::late_publish) publish(true);
   }
 
   // When the products for dV and dK are there but for Pending others.
@@ -468,7 +471,7 @@ struct Consumer {
     bool later = false;
 #pragma unroll 1
     for (QueryStep step = work.first(p); work.has(step); step = work.after(step)) {
-      compute(step);
+      compute(step, later);
       if constexpr (Config::query_group) {
         finish<0>();
       } else {
@@ -477,13 +480,11 @@ struct Consumer {
       }
       later = true;
     }
+    if (Config::late_publish && later) publish(true);
     if (!Config::query_group && later) {
-      if (has_staged) {
-        gradient.flush(staged, group);
-        gradient.pass_turn(staged, group);
-      }
+      if (has_staged) gradient.pass_turn(staged, group);
       add_query_gradient(work.last(), true, [] {});
-      gradient.flush(staged, group);
+      publish(false);
       gradient.pass_turn(staged, group);
       gradient.finish();
     }

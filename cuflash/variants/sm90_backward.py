@@ -63,6 +63,8 @@ class Sm90BackwardConfig:
         Whether a warpgroup of its own makes dq; otherwise those of dk and dv do.
     bulk_add : bool
         Whether dq goes to its sums through shared memory and the copy engine; otherwise from registers.
+    late_publish : bool
+        Whether dS is handed to dq when the scores of the next step have begun. Needed unless query_group.
     keys_in_registers : bool
         Whether k and v are read from shared memory once, and not in every step.
     early_product : bool
@@ -94,6 +96,7 @@ class Sm90BackwardConfig:
     query_registers: int
     query_group: bool
     bulk_add: bool
+    late_publish: bool
     keys_in_registers: bool
     early_product: bool
     ordered: bool
@@ -161,6 +164,7 @@ class _Tile:
     query_registers: int = 72
     query_group: bool = True
     bulk_add: bool = False
+    late_publish: bool = True
     keys_in_registers: bool = False
     early_product: bool = False
 
