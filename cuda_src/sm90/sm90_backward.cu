@@ -21,8 +21,8 @@
 
 namespace cuflash {
 
-// Named barriers of the warpgroups that make dQ.
-enum { query_barrier = 1 };
+// Named barriers: of each warpgroup that makes dQ, and the turn of each that makes dK and dV.
+enum { query_barrier = 1, turn_barrier = query_barrier + Shape::warpgroups };
 
 // Starts the copies, by one thread of a warp, in the order in which they are needed.
 struct Loader {
@@ -106,7 +106,7 @@ struct QueryGradient {
 
   // With bulk_add a warp's rows, one piece of the sums, go to shared memory only.
   __device__ __forceinline__ void add(const QueryStep& step, const Fragment& rdQ, int part) const {
-    const unsigned thread = rematerialized_thread() % 128, lane = thread % 32;
+    const unsigned thread = threadIdx.x % 128, lane = thread % 32;
     if constexpr (Config::bulk_add) {
       const unsigned target = sdQ(thread / 32) + 16 * lane;
       if (lane == 0) bulk_wait_read();
@@ -126,7 +126,7 @@ struct QueryGradient {
   // What add() left in shared memory, to the sums; by one thread of each warp, behind a fence.
   __device__ __forceinline__ void flush(const QueryStep& step, int part) const {
     if constexpr (!Config::bulk_add) return;
-    const unsigned warp = rematerialized_thread() % 128 / 32;
+    const unsigned warp = threadIdx.x % 128 / 32;
     wait_turn(step, part);
     bulk_add(sums(step, part, warp, 0), sdQ(warp), Shape::dq_bytes / 4);
     bulk_commit();
@@ -134,7 +134,7 @@ struct QueryGradient {
 
   // Shared memory may go when this has returned.
   __device__ __forceinline__ void finish() const {
-    if (Config::bulk_add && rematerialized_thread() % 32 == 0) bulk_wait_read();
+    if (Config::bulk_add && threadIdx.x % 32 == 0) bulk_wait_read();
   }
 
   // Two words of turns for every 64 rows: as many as warpgroups that add to them.
@@ -152,9 +152,9 @@ struct QueryGradient {
   // When the additions are made; better later.
   __device__ __forceinline__ void pass_turn(const QueryStep& step, int part) const {
     if constexpr (!Config::ordered) return;
-    if (Config::bulk_add && rematerialized_thread() % 32 == 0) bulk_wait();
+    if (Config::bulk_add && threadIdx.x % 32 == 0) bulk_wait();
     named_barrier_sync<128>(query_barrier + writer);
-    if (rematerialized_thread() % 128 == 0) turn(step, part).pass(work.c.before);
+    if (threadIdx.x % 128 == 0) turn(step, part).pass(work.c.before);
   }
 };
 
@@ -177,7 +177,7 @@ struct Feeder {
       gradient.add(step, rdQ, part);
       if (Config::bulk_add) fence_async_proxy();
       __syncwarp();
-      if (rematerialized_thread() % 32 == 0) gradient.flush(step, part);
+      if (threadIdx.x % 32 == 0) gradient.flush(step, part);
       gradient.pass_turn(step, part);
     }
   }
@@ -225,25 +225,29 @@ struct Consumer {
   float rdV[1][Shape::dv_blocks][4] = {};
   KeyOperand<Shape::K> rK;
   KeyOperand<Shape::V> rV;
-  Operand rP, rdS;   // of the products that go on
-  QueryStep staged;  // whose dQ has been made last
+  Operand rP, rdS;         // of the products that go on
+  QueryStep next, staged;  // whose dQ is to be made next, and has been made last
   bool has_staged = false;
+  int lag;  // steps until the first dQ
   QueryGradient gradient;
 
   __device__ __forceinline__ Consumer(const BackwardParams& p, const Shared& shared, const Work& work, int group)
-      : p(p), shared(shared), work(work), group(group), gradient{p, shared, work, group} {}
+      : p(p),
+        shared(shared),
+        work(work),
+        group(group),
+        gradient{p, shared, work, group},
+        next(work.first(p)),
+        lag(1 - group) {}
 
-  // Made anew where they are needed: a few instructions cost less than registers held across the loop.
-  static __device__ __forceinline__ unsigned lane() { return rematerialized_thread() % 32; }
-  __device__ __forceinline__ unsigned warp_key() const { return 64 * group + rematerialized_thread() % 128 / 32 * 16; }
-  __device__ __forceinline__ unsigned key() const {
-    return warp_key() + lane() / 4;
-  }  // this thread's first in the tile
+  static __device__ __forceinline__ unsigned lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ unsigned warp_key() const { return 64 * group + threadIdx.x % 128 / 32 * 16; }
+  __device__ __forceinline__ unsigned key() const { return warp_key() + lane() / 4; }  // its first in the tile
 
   // r = A B^T, not waited for: keys by queries.
   template <class Keys, class Queries>
-  __device__ __forceinline__ void issue_scores(Scores& r, const KeyOperand<Keys>& keys, unsigned sKeys,
-                                               unsigned sQueries) const {
+  __device__ __forceinline__ void issue_product(Scores& r, const KeyOperand<Keys>& keys, unsigned sKeys,
+                                                unsigned sQueries) const {
     using Product = Wgmma<Shape::tile_m, Shape::Element>;
     wgmma_fence();
     const uint64 a = Keys::columns_deep | (sKeys + 64 * group * Keys::row_bytes) >> 4;
@@ -354,8 +358,7 @@ struct Consumer {
       stmatrix_x4(target + Shape::Scores::chunk(row, 2 * k + column), rdS[k]);
   }
 
-  // What has been stored to shared memory is for others: dS^T of the step before, if `scores`, and what dQ of the one
-  // before that left. The stores have to be complete: better later.
+  // What has been stored to shared memory is for others: dS^T, if `scores`, and what the last dQ left.
   __device__ __forceinline__ void publish(bool scores) {
     fence_async_proxy();
     __syncwarp();
@@ -366,26 +369,50 @@ struct Consumer {
     if (scores) ds_at.advance();
   }
 
+  // Products of one warpgroup are issued together, so that they run as a block while the other takes exponentials.
+  __device__ __forceinline__ void wait_turn() const {
+    if (Config::take_turns) named_barrier_sync<256>(turn_barrier + group);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if (Config::take_turns) named_barrier_arrive<256>(turn_barrier + (group + 1) % Shape::warpgroups);
+  }
+
   __device__ __forceinline__ bool needs_mask_here(const QueryStep& step) const {
     return needs_mask<Config::has_band, Shape::tile_m, 64>(p, step.row_begin(),
                                                            work.c.key_tile * Shape::warpgroups + group);
   }
 
-  // The scores of a step, not waited for.
-  __device__ __forceinline__ void begin(Scores& rS) const {
+  __device__ __forceinline__ void issue_scores(Scores& rS) const {
     shared.q_ring.wait_full(at);
-    issue_scores<Shape::K, Shape::Q>(rS, rK, shared.k(), shared.q(at.stage));
+    issue_product<Shape::K, Shape::Q>(rS, rK, shared.k(), shared.q(at.stage));
   }
 
-  // P^T and dS^T of a step, and the products that take them, not waited for. `later` says that there was a step before.
-  __device__ __forceinline__ void compute(const QueryStep& step, bool later) {
-    Scores rS, rdP;
-    begin(rS);
+  __device__ __forceinline__ void issue_score_gradients(Scores& rdP) const {
     shared.dout_ring.wait_full(at);
-    issue_scores<Shape::V, Shape::Dout>(rdP, rV, shared.v(), shared.dout(at.stage));
-    if (Config::late_publish && later) publish(true);
-    QueryRows shifts(shared.shift(at.stage));
+    issue_product<Shape::V, Shape::Dout>(rdP, rV, shared.v(), shared.dout(at.stage));
+  }
+
+  __device__ __forceinline__ void issue_key_gradients() {
+    issue_gradient<Shape::Dout>(rdV, rP, shared.dout(at.stage));
+    issue_gradient<Shape::Q>(rdK, rdS, shared.q(at.stage));
+  }
+
+  // When the products for dV and dK are there but for Pending others behind them.
+  template <int Pending>
+  __device__ __forceinline__ void release_queries(const Shape::Ring::Position& done) {
+    wgmma_wait<Pending>();
+    pin_accumulators(rdV);
+    pin_accumulators(rdK);
+    if (lane() == 0) {
+      shared.dout_ring.release(done);
+      shared.q_ring.release(done);
+    }
+  }
+
+  // From the products of a step, which may still be under way, to P^T and dS^T as operands and dS^T in shared memory.
+  __device__ __forceinline__ void differentiate(Scores& rS, Scores& rdP, const QueryStep& step) {
     const bool masked = needs_mask_here(step);
+    QueryRows shifts(shared.shift(at.stage));
     if constexpr (Config::score::bends) {
       wgmma_wait<0>();
       pin_accumulators(rS);
@@ -393,62 +420,105 @@ struct Consumer {
       QueryRows deltas(shared.delta(at.stage));
       weigh_and_differentiate(rS, rdP, shifts, deltas);
       if (masked) clear_hidden(rS, step);
-      pack_operand(rP, rS);
-      issue_gradient<Shape::Dout>(rdV, rP, shared.dout(at.stage));
     } else {
       wgmma_wait<1>();
       pin_accumulators(rS);
       weigh(rS, shifts);
       if (masked) clear_hidden(rS, step);
       QueryRows deltas(shared.delta(at.stage));
-      if constexpr (Config::early_product) {
-        pack_operand(rP, rS);
-        issue_gradient<Shape::Dout>(rdV, rP, shared.dout(at.stage));
-      }
-      wgmma_wait<Config::early_product ? 1 : 0>();
+      wgmma_wait<0>();
       pin_accumulators(rdP);
       differentiate(rS, rdP, deltas);
-      if constexpr (!Config::early_product) {
-        pack_operand(rP, rS);
-        issue_gradient<Shape::Dout>(rdV, rP, shared.dout(at.stage));
-      }
     }
     if (masked) clear_hidden(rdP, step);
+    pack_operand(rP, rS);
     pack_operand(rdS, rdP);
-    if (has_staged) gradient.pass_turn(staged, group);
     store_scores();
-    issue_gradient<Shape::Q>(rdK, rdS, shared.q(at.stage));
-    if constexpr (!Config::late_publish) publish(true);
+    publish(true);
   }
 
-  // When the products for dV and dK are there but for Pending others.
-  template <int Pending>
-  __device__ __forceinline__ void finish() {
-    wgmma_wait<Pending + 1>();
-    pin_accumulators(rdV);
-    if (lane() == 0) shared.dout_ring.release(at);
-    wgmma_wait<Pending>();
-    pin_accumulators(rdK);
-    if (lane() == 0) shared.q_ring.release(at);
-    at.advance();
+  // dK and dV of the step before, if there is one, and the scores of this.
+  __device__ __forceinline__ void go_on(const QueryStep& step, bool first) {
+    Scores rS, rdP;
+    wait_turn();
+    if (first) {
+      issue_scores(rS);
+    } else {
+      issue_key_gradients();
+      const auto before = at;
+      at.advance();
+      if constexpr (Config::query_group) {
+        issue_scores(rS);
+        release_queries<1>(before);
+      } else {
+        QueryGradient::Fragment rdQ;
+        issue_query_gradient(rdQ);
+        release_queries<1>(before);
+        issue_scores(rS);
+        if (has_staged) gradient.pass_turn(staged, group);
+        wgmma_wait<1>();
+        pin_accumulators(rdQ);
+        stage(rdQ);
+      }
+    }
+    issue_score_gradients(rdP);
+    pass_turn();
+    differentiate(rS, rdP, step);
   }
 
-  // This warpgroup's part of dQ of an earlier step, if there is one; meanwhile() is called when the product is on its
-  // way.
-  template <class Meanwhile>
-  __device__ __forceinline__ void add_query_gradient(const QueryStep& step, bool there, Meanwhile&& meanwhile) {
+  // This warpgroup's part of dQ of the step that is next in line for it; of whatever is there when there is none, which
+  // nobody asks for: a branch would stand in the way of products that go on.
+  __device__ __forceinline__ void issue_query_gradient(QueryGradient::Fragment& rdQ) const {
     static_assert(Config::query_group || QueryGradient::parts == Shape::warpgroups);
-    if (there) shared.ds_ring.wait_full(gradient.at);
-    QueryGradient::Fragment rdQ;
+    if (lag == 0) shared.ds_ring.wait_full(gradient.at);
     gradient.issue(rdQ, group);
-    meanwhile();
-    wgmma_wait<0>();
-    pin_accumulators(rdQ);
-    has_staged = there;
-    if (!there) return;
-    gradient.release();
-    gradient.add(step, rdQ, group);
-    staged = step;
+  }
+
+  __device__ __forceinline__ void stage(const QueryGradient::Fragment& rdQ) {
+    if (lag == 0) {
+      gradient.release();
+      gradient.add(next, rdQ, group);
+      staged = next;
+      has_staged = true;
+      next = work.after(next);
+    } else {
+      --lag;
+    }
+  }
+
+  // The last step's dK and dV, and all dQ that are left.
+  __device__ __forceinline__ void end() {
+    wait_turn();
+    issue_key_gradients();
+    if constexpr (Config::query_group) {
+      release_queries<0>(at);
+      pass_turn();
+    } else {
+      QueryGradient::Fragment rdQ;
+      issue_query_gradient(rdQ);
+      release_queries<0>(at);
+      pin_accumulators(rdQ);
+      pass_turn();
+      if (has_staged) gradient.pass_turn(staged, group);
+      stage(rdQ);
+      publish(false);
+      add_rest();
+    }
+  }
+
+  __device__ __forceinline__ void add_rest() {
+    lag = 0;
+    while (work.has(next)) {
+      QueryGradient::Fragment rdQ;
+      if (has_staged) gradient.pass_turn(staged, group);
+      issue_query_gradient(rdQ);
+      wgmma_wait<0>();
+      pin_accumulators(rdQ);
+      stage(rdQ);
+      publish(false);
+    }
+    if (has_staged) gradient.pass_turn(staged, group);
+    gradient.finish();
   }
 
   __device__ __forceinline__ void write() const {
@@ -463,30 +533,19 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    if (work.end_head > 0) {
+    QueryStep step = work.first(p);
+    if (work.has(step)) {
+      if (Config::take_turns && group == Shape::warpgroups - 1) named_barrier_arrive<256>(turn_barrier);
       shared.keys.wait_full({});
       rK.load(shared.k(), warp_key());
       rV.load(shared.v(), warp_key());
-    }
-    bool later = false;
+      bool first = true;
 #pragma unroll 1
-    for (QueryStep step = work.first(p); work.has(step); step = work.after(step)) {
-      compute(step, later);
-      if constexpr (Config::query_group) {
-        finish<0>();
-      } else {
-        // By now the other warpgroups have come as far as dQ of the step before needs.
-        add_query_gradient(work.before(step), later, [&] { finish<1>(); });
+      for (; work.has(step); step = work.after(step)) {
+        go_on(step, first);
+        first = false;
       }
-      later = true;
-    }
-    if (Config::late_publish && later) publish(true);
-    if (!Config::query_group && later) {
-      if (has_staged) gradient.pass_turn(staged, group);
-      add_query_gradient(work.last(), true, [] {});
-      publish(false);
-      gradient.pass_turn(staged, group);
-      gradient.finish();
+      end();
     }
     write();
   }

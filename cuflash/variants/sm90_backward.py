@@ -63,12 +63,10 @@ class Sm90BackwardConfig:
         Whether a warpgroup of its own makes dq; otherwise those of dk and dv do.
     bulk_add : bool
         Whether dq goes to its sums through shared memory and the copy engine; otherwise from registers.
-    late_publish : bool
-        Whether dS is handed to dq when the scores of the next step have begun. Needed unless query_group.
     keys_in_registers : bool
         Whether k and v are read from shared memory once, and not in every step.
-    early_product : bool
-        Whether the product for dv begins before dS is computed, which takes registers.
+    take_turns : bool
+        Whether the warpgroups of dk and dv take turns at issuing their products.
     ordered : bool
         Whether the order of the additions to the sums of dq is fixed.
     out_vector_bytes : int
@@ -96,9 +94,8 @@ class Sm90BackwardConfig:
     query_registers: int
     query_group: bool
     bulk_add: bool
-    late_publish: bool
     keys_in_registers: bool
-    early_product: bool
+    take_turns: bool
     ordered: bool
     out_vector_bytes: int
     exact_dims: bool
@@ -164,13 +161,12 @@ class _Tile:
     query_registers: int = 72
     query_group: bool = True
     bulk_add: bool = False
-    late_publish: bool = True
     keys_in_registers: bool = False
-    early_product: bool = False
+    take_turns: bool = True
 
 
 _TILES = {
-    64: _Tile(2, 64, 4, 2, 64, keys_in_registers=True, early_product=True),
+    64: _Tile(2, 64, 4, 2, 64, keys_in_registers=True),
     128: _Tile(2, 64, 3, 2, 64, 240, 24, query_group=False, bulk_add=True),
 }
 
