@@ -232,13 +232,7 @@ struct Consumer {
   QueryGradient gradient;
 
   __device__ __forceinline__ Consumer(const BackwardParams& p, const Shared& shared, const Work& work, int group)
-      : p(p),
-        shared(shared),
-        work(work),
-        group(group),
-        gradient{p, shared, work, group},
-        next(work.first(p)),
-        lag(1 - group) {}
+      : p(p), shared(shared), work(work), group(group), gradient{p, shared, work, group}, next(work.first(p)), lag(1) {}
 
   static __device__ __forceinline__ unsigned lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ unsigned warp_key() const { return 64 * group + threadIdx.x % 128 / 32 * 16; }
@@ -282,7 +276,8 @@ struct Consumer {
     unsigned at;
     float2 next[window];
 
-    __device__ __forceinline__ explicit QueryRows(unsigned rows) : at(rows + 8 * (lane() % 4)) {
+    __device__ __forceinline__ void fetch(unsigned rows) {
+      at = rows + 8 * (lane() % 4);
 #pragma unroll
       for (int m = 0; m < window; ++m) next[m] = load_shared_float2(at + 32 * m);
     }
@@ -358,15 +353,20 @@ struct Consumer {
       stmatrix_x4(target + Shape::Scores::chunk(row, 2 * k + column), rdS[k]);
   }
 
-  // What has been stored to shared memory is for others: dS^T, if `scores`, and what the last dQ left.
-  __device__ __forceinline__ void publish(bool scores) {
+  // dS^T of the step before to whoever makes dQ. Its stores have to be complete: better later.
+  __device__ __forceinline__ void publish_scores() {
     fence_async_proxy();
     __syncwarp();
-    if (lane() == 0) {
-      if (scores) shared.ds_ring.publish(ds_at);
-      if (has_staged) gradient.flush(staged, group);
-    }
-    if (scores) ds_at.advance();
+    if (lane() == 0) shared.ds_ring.publish(ds_at);
+    ds_at.advance();
+  }
+
+  // The same for what the last dQ left in shared memory.
+  __device__ __forceinline__ void flush() const {
+    if (!Config::bulk_add || !has_staged) return;
+    fence_async_proxy();
+    __syncwarp();
+    if (lane() == 0) gradient.flush(staged, group);
   }
 
   // Products of one warpgroup are issued together, so that they run as a block while the other takes exponentials.
@@ -383,7 +383,6 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void issue_scores(Scores& rS) const {
-    shared.q_ring.wait_full(at);
     issue_product<Shape::K, Shape::Q>(rS, rK, shared.k(), shared.q(at.stage));
   }
 
@@ -410,14 +409,15 @@ struct Consumer {
   }
 
   // From the products of a step, which may still be under way, to P^T and dS^T as operands and dS^T in shared memory.
-  __device__ __forceinline__ void differentiate(Scores& rS, Scores& rdP, const QueryStep& step) {
+  __device__ __forceinline__ void differentiate(Scores& rS, Scores& rdP, QueryRows& shifts, const QueryStep& step) {
     const bool masked = needs_mask_here(step);
-    QueryRows shifts(shared.shift(at.stage));
     if constexpr (Config::score::bends) {
       wgmma_wait<0>();
       pin_accumulators(rS);
       pin_accumulators(rdP);
-      QueryRows deltas(shared.delta(at.stage));
+      flush();
+      QueryRows deltas;
+      deltas.fetch(shared.delta(at.stage));
       weigh_and_differentiate(rS, rdP, shifts, deltas);
       if (masked) clear_hidden(rS, step);
     } else {
@@ -425,7 +425,9 @@ struct Consumer {
       pin_accumulators(rS);
       weigh(rS, shifts);
       if (masked) clear_hidden(rS, step);
-      QueryRows deltas(shared.delta(at.stage));
+      flush();
+      QueryRows deltas;
+      deltas.fetch(shared.delta(at.stage));
       wgmma_wait<0>();
       pin_accumulators(rdP);
       differentiate(rS, rdP, deltas);
@@ -434,36 +436,44 @@ struct Consumer {
     pack_operand(rP, rS);
     pack_operand(rdS, rdP);
     store_scores();
-    publish(true);
   }
 
-  // dK and dV of the step before, if there is one, and the scores of this.
+  // dK and dV of the step before, if there is one, and the scores of this. dQ comes first: what it leaves goes to
+  // shared memory beside the products for dV and dK, which leave most room there.
   __device__ __forceinline__ void go_on(const QueryStep& step, bool first) {
     Scores rS, rdP;
+    QueryRows shifts;
     wait_turn();
     if (first) {
+      shared.q_ring.wait_full(at);
       issue_scores(rS);
     } else {
+      QueryGradient::Fragment rdQ;
+      if constexpr (!Config::query_group) issue_query_gradient(rdQ);
       issue_key_gradients();
       const auto before = at;
       at.advance();
-      if constexpr (Config::query_group) {
-        issue_scores(rS);
-        release_queries<1>(before);
-      } else {
-        QueryGradient::Fragment rdQ;
-        issue_query_gradient(rdQ);
-        release_queries<1>(before);
-        issue_scores(rS);
-        if (has_staged) gradient.pass_turn(staged, group);
-        wgmma_wait<1>();
+      publish_scores();
+      if constexpr (!Config::query_group) {
+        wgmma_wait<2>();
         pin_accumulators(rdQ);
         stage(rdQ);
       }
+      shared.q_ring.wait_full(at);
+      if constexpr (Config::early_scores) {
+        wgmma_wait<1>();
+        pin_accumulators(rdV);
+        issue_scores(rS);
+        release_queries<1>(before);
+      } else {
+        release_queries<0>(before);
+        issue_scores(rS);
+      }
     }
+    shifts.fetch(shared.shift(at.stage));
     issue_score_gradients(rdP);
     pass_turn();
-    differentiate(rS, rdP, step);
+    differentiate(rS, rdP, shifts, step);
   }
 
   // This warpgroup's part of dQ of the step that is next in line for it; of whatever is there when there is none, which
@@ -476,6 +486,7 @@ struct Consumer {
 
   __device__ __forceinline__ void stage(const QueryGradient::Fragment& rdQ) {
     if (lag == 0) {
+      if (has_staged) gradient.pass_turn(staged, group);
       gradient.release();
       gradient.add(next, rdQ, group);
       staged = next;
@@ -488,36 +499,23 @@ struct Consumer {
 
   // The last step's dK and dV, and all dQ that are left.
   __device__ __forceinline__ void end() {
+    publish_scores();
     wait_turn();
     issue_key_gradients();
-    if constexpr (Config::query_group) {
-      release_queries<0>(at);
-      pass_turn();
-    } else {
-      QueryGradient::Fragment rdQ;
-      issue_query_gradient(rdQ);
-      release_queries<0>(at);
-      pin_accumulators(rdQ);
-      pass_turn();
-      if (has_staged) gradient.pass_turn(staged, group);
-      stage(rdQ);
-      publish(false);
-      add_rest();
-    }
-  }
-
-  __device__ __forceinline__ void add_rest() {
+    release_queries<0>(at);
+    pass_turn();
+    if constexpr (Config::query_group) return;
     lag = 0;
+#pragma unroll 1
     while (work.has(next)) {
       QueryGradient::Fragment rdQ;
-      if (has_staged) gradient.pass_turn(staged, group);
       issue_query_gradient(rdQ);
       wgmma_wait<0>();
       pin_accumulators(rdQ);
       stage(rdQ);
-      publish(false);
+      flush();
     }
-    if (has_staged) gradient.pass_turn(staged, group);
+    gradient.pass_turn(staged, group);
     gradient.finish();
   }
 

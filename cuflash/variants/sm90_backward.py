@@ -65,6 +65,8 @@ class Sm90BackwardConfig:
         Whether dq goes to its sums through shared memory and the copy engine; otherwise from registers.
     keys_in_registers : bool
         Whether k and v are read from shared memory once, and not in every step.
+    early_scores : bool
+        Whether scores are begun before the products for dk and dv have ended, which takes registers.
     take_turns : bool
         Whether the warpgroups of dk and dv take turns at issuing their products.
     ordered : bool
@@ -95,6 +97,7 @@ class Sm90BackwardConfig:
     query_group: bool
     bulk_add: bool
     keys_in_registers: bool
+    early_scores: bool
     take_turns: bool
     ordered: bool
     out_vector_bytes: int
@@ -162,12 +165,13 @@ class _Tile:
     query_group: bool = True
     bulk_add: bool = False
     keys_in_registers: bool = False
+    early_scores: bool = True
     take_turns: bool = True
 
 
 _TILES = {
     64: _Tile(2, 64, 4, 2, 64, keys_in_registers=True),
-    128: _Tile(2, 64, 3, 2, 64, 240, 24, query_group=False, bulk_add=True),
+    128: _Tile(2, 64, 2, 3, 64, 240, 24, query_group=False, bulk_add=True),
 }
 
 
