@@ -8,6 +8,7 @@
 // Grid: (padded_rows / tile_m, heads_q, batch); each warp takes 16 rows.
 #include "core/mask.cuh"
 #include "core/params.cuh"
+#include "core/row_order.cuh"
 #include "core/scheduler.cuh"
 #include "core/turns.cuh"
 #include "core/types.cuh"
@@ -38,11 +39,10 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, const TileCo
 
 // What is subtracted from a row's exponents: its lse in base 2. Weights of rows that have none, or do not exist, become
 // 0.
-__device__ __forceinline__ void store_shift(const BackwardParams& p, int64 head, int row, int64 at) {
+__device__ __forceinline__ float exponent_shift(const BackwardParams& p, int64 head, int row) {
   constexpr float log2_e = 1.44269504088896341f;
   const float lse = row < p.seqlen_q ? p.lse[head * p.seqlen_q + row] : negative_infinity();
-  p.shift[at] = weightless(lse) ? -lse : lse * log2_e;
-  if (weightless(lse)) p.delta[at] = 0.0f;
+  return weightless(lse) ? -lse : lse * log2_e;
 }
 
 // The row sums of a warp's 16 rows: f(row, sum) in the lane that has it.
@@ -81,8 +81,13 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps)
   for_each_row_sum(sdO, sO, [&](int row, float sum) {
     const bool has_dlse = p.dlse != nullptr && row_begin + row < p.seqlen_q;
     const float dlse = has_dlse ? p.dlse[head * p.seqlen_q + row_begin + row] : 0.0f;
-    const int64 at = head * p.padded_rows + row_begin + row;
-    p.delta[at] = sum - dlse;
-    if (p.shift != nullptr) store_shift(p, head, row_begin + row, at);
+    const int64 first = head * p.padded_rows + row_begin;
+    if (p.shift == nullptr) {
+      p.delta[first + row] = sum - dlse;
+    } else {
+      const float shift = exponent_shift(p, head, row_begin + row);
+      p.shift[first + RowOrder::index(row)] = shift;
+      p.delta[first + RowOrder::index(row)] = shift == -negative_infinity() ? 0.0f : sum - dlse;
+    }
   });
 }

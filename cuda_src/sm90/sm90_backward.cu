@@ -8,6 +8,7 @@
 // meet the products of another. One of its threads starts the copies.
 #include "core/dq_sum.cuh"
 #include "core/mask.cuh"
+#include "core/row_order.cuh"
 #include "core/score.cuh"
 #include "core/turns.cuh"
 #include "ptx/elect.cuh"
@@ -389,32 +390,29 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // The shifts or deltas of this thread's queries, some of them fetched ahead: shared memory is slow to answer while
-  // the tensor cores read it.
+  // The shifts or deltas of this thread's queries. Shared memory is slow to answer while the tensor cores read it:
+  // better fetched early.
   struct QueryRows {
-    static constexpr int window = Config::window;
-    unsigned at;
-    float2 next[window];
+    float4 r[Shape::m_blocks / 2];
 
     __device__ __forceinline__ void fetch(unsigned rows) {
-      at = rows + 8 * (lane() % 4);
 #pragma unroll
-      for (int m = 0; m < window; ++m) next[m] = load_shared_float2(at + 32 * m);
+      for (int i = 0; i < Shape::m_blocks / 2; ++i)
+        r[i] = load_shared_float4(rows + RowOrder::bytes(i / 4, lane() % 4) + 16 * (i % 4));
     }
 
-    // Of block m, once each and in order.
-    __device__ __forceinline__ float2 take(int m) {
-      const float2 value = next[m % window];
-      if (m + window < Shape::m_blocks) next[m % window] = load_shared_float2(at + 32 * (m + window));
-      return value;
+    // Of block m: queries 2 * (lane % 4) and the next.
+    __device__ __forceinline__ float2 operator[](int m) const {
+      const float4& two = r[m / 2];
+      return m % 2 ? float2{two.z, two.w} : float2{two.x, two.y};
     }
   };
 
   // rS from q.k to P^T.
-  __device__ __forceinline__ void weigh(Scores& rS, QueryRows& shifts) const {
+  __device__ __forceinline__ void weigh(Scores& rS, const QueryRows& shifts) const {
 #pragma unroll
     for (int m = 0; m < Shape::m_blocks; ++m) {
-      const float2 shift = shifts.take(m);
+      const float2 shift = shifts[m];
       Config::score::apply(rS[0][m], p);
       exponentiate(rS[0][m], shift);
     }
@@ -426,10 +424,10 @@ struct Consumer {
   }
 
   // rdP from dP to dS^T.
-  __device__ __forceinline__ void differentiate(const Scores& rP, Scores& rdP, QueryRows& deltas) const {
+  __device__ __forceinline__ void differentiate(const Scores& rP, Scores& rdP, const QueryRows& deltas) const {
 #pragma unroll
     for (int m = 0; m < Shape::m_blocks; ++m) {
-      const float2 delta = deltas.take(m);
+      const float2 delta = deltas[m];
 #pragma unroll
       for (int i = 0; i < 4; ++i) rdP[0][m][i] = rP[0][m][i] * (rdP[0][m][i] - (i % 2 ? delta.y : delta.x));
     }
@@ -437,10 +435,10 @@ struct Consumer {
 
   // Both at once, where the score stage bends scores.
   __device__ __forceinline__ void weigh_and_differentiate(Scores& rS, Scores& rdP, QueryRows& shifts,
-                                                          QueryRows& deltas) const {
+                                                          const QueryRows& deltas) const {
 #pragma unroll
     for (int m = 0; m < Shape::m_blocks; ++m) {
-      const float2 shift = shifts.take(m), delta = deltas.take(m);
+      const float2 shift = shifts[m], delta = deltas[m];
       float slope[4];
       Config::score::apply(rS[0][m], slope, p);
       exponentiate(rS[0][m], shift);
@@ -458,12 +456,11 @@ struct Consumer {
   // dS^T to shared memory, for dQ.
   __device__ __forceinline__ void store_scores() {
     shared.ds_ring.wait_empty(ds_at);
-    const int row = warp_key() + lane() % 16, column = lane() / 16;
-    const unsigned target = shared.ds(ds_at.stage);
+    const unsigned thread = rematerialized_thread() % 128, row = 64 * group + thread / 32 * 16 + thread % 16;
+    const unsigned first = shared.ds(ds_at.stage) + Shape::Scores::chunk(row, thread / 16 % 2);
 #pragma unroll
-    for (int k = 0; k < Shape::tile_m / 16; ++k) {
-      stmatrix_x4(target + Shape::Scores::chunk(row, 2 * k + column), operand<1>(k));
-    }
+    for (int k = 0; k < Shape::tile_m / 16; ++k)  // the swizzle makes of a column a constant to XOR
+      stmatrix_x4((first ^ k % 4 << 5) + k / 4 * Shape::Scores::panel_bytes, operand<1>(k));
   }
 
   // dS^T of the step before to whoever makes dQ. Its stores have to be complete: better later.
@@ -577,6 +574,7 @@ struct Consumer {
     wait_turn();
     if (count == 0) {
       shared.q_ring.wait_full(at);
+      shifts.fetch(shared.shift(at.stage));
       issue_scores();
     } else {
       QueryGradient::Fragment rdQ;
@@ -598,21 +596,24 @@ struct Consumer {
         return;
       }
       shared.q_ring.wait_full(at);
+      shifts.fetch(shared.shift(at.stage));
       if constexpr (Config::early_scores) {
         if constexpr (!Config::query_group) {
           wgmma_wait<1>();
           pin_accumulators(rdV);
         }
         issue_scores();
+        if (Config::pass_early == 2) pass_turn();
         release_queries<1>(before);
       } else {
         release_queries<0>(before);
+        if (Config::pass_early == 2) pass_turn();
         issue_scores();
       }
     }
-    shifts.fetch(shared.shift(at.stage));
+    if (Config::pass_early == 1) pass_turn();
     issue_score_gradients(rdP);
-    pass_turn();
+    if (Config::pass_early == 0 || (Config::pass_early == 2 && count == 0)) pass_turn();
     differentiate(rdP, shifts, step, count);
   }
 

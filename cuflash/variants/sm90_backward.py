@@ -102,7 +102,7 @@ class Sm90BackwardConfig:
     keys_in_registers: bool
     early_scores: bool
     take_turns: bool
-    window: int
+    pass_early: int
     ordered: bool
     out_vector_bytes: int
     exact_dims: bool
@@ -171,12 +171,12 @@ class _Tile:
     keys_in_registers: bool = False
     early_scores: bool = True
     take_turns: bool = True
-    window: int = 8
+    pass_early: int = 0
 
 
 _TILES = {
-    64: _Tile(2, 64, 4, 2, 64, keys_in_registers=True),
-    128: _Tile(2, 64, 2, 3, 64, 232, 32, query_group=False, bulk_add=True, early_scores=False),
+    64: _Tile(2, 64, 4, 3, 64, keys_in_registers=True, pass_early=1),
+    128: _Tile(2, 64, 2, 3, 64, 232, 32, query_group=False, early_scores=False, pass_early=1),
 }
 
 
