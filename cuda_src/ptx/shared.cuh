@@ -41,12 +41,9 @@ __device__ __forceinline__ float load_shared_float(unsigned address) {
   return __uint_as_float(load_shared(address));
 }
 
-__device__ __forceinline__ float4 load_shared_float4(unsigned address) {
-  float4 value;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "r"(address)
-               : "memory");
+__device__ __forceinline__ float2 load_shared_float2(unsigned address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
   return value;
 }
 

@@ -10,4 +10,11 @@ __device__ __forceinline__ int rematerialized_thread() {
   return thread;
 }
 
+// A copy of a number: what is computed from it is not kept in registers from one iteration of a loop to the next.
+__device__ __forceinline__ unsigned made_anew(unsigned value) {
+  unsigned copy;
+  asm volatile("mov.u32 %0, %1;" : "=r"(copy) : "r"(value));
+  return copy;
+}
+
 }  // namespace cuflash

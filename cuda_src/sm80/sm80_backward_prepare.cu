@@ -8,7 +8,6 @@
 // Grid: (padded_rows / tile_m, heads_q, batch); each warp takes 16 rows.
 #include "core/mask.cuh"
 #include "core/params.cuh"
-#include "core/row_order.cuh"
 #include "core/scheduler.cuh"
 #include "core/turns.cuh"
 #include "core/types.cuh"
@@ -81,13 +80,10 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps)
   for_each_row_sum(sdO, sO, [&](int row, float sum) {
     const bool has_dlse = p.dlse != nullptr && row_begin + row < p.seqlen_q;
     const float dlse = has_dlse ? p.dlse[head * p.seqlen_q + row_begin + row] : 0.0f;
-    const int64 first = head * p.padded_rows + row_begin;
-    if (p.shift == nullptr) {
-      p.delta[first + row] = sum - dlse;
-    } else {
-      const float shift = exponent_shift(p, head, row_begin + row);
-      p.shift[first + RowOrder::index(row)] = shift;
-      p.delta[first + RowOrder::index(row)] = shift == -negative_infinity() ? 0.0f : sum - dlse;
-    }
+    const int64 at = head * p.padded_rows + row_begin + row;
+    p.delta[at] = sum - dlse;
+    if (p.shift == nullptr) return;
+    p.shift[at] = exponent_shift(p, head, row_begin + row);
+    if (p.shift[at] == -negative_infinity()) p.delta[at] = 0.0f;
   });
 }

@@ -8,7 +8,6 @@
 // meet the products of another. One of its threads starts the copies.
 #include "core/dq_sum.cuh"
 #include "core/mask.cuh"
-#include "core/row_order.cuh"
 #include "core/score.cuh"
 #include "core/turns.cuh"
 #include "ptx/elect.cuh"
@@ -117,7 +116,8 @@ struct QueryGradient {
   const BackwardParams& p;
   const Shared& shared;
   const Work& work;
-  int writer;  // which of the warpgroups that make dQ this is
+  int writer;       // which of the warpgroups that make dQ this is
+  unsigned thread;  // of 128
 
   // rdQ (64, dq_columns), not waited for.
   __device__ __forceinline__ void issue(Fragment& rdQ, int buffer, int part) const {
@@ -140,16 +140,16 @@ struct QueryGradient {
 
   // With bulk_add a warp's rows, one piece of the sums, go to shared memory only.
   __device__ __forceinline__ void add(const QueryStep& step, const Fragment& rdQ, int part) const {
-    const unsigned thread = threadIdx.x % 128, lane = thread % 32;
+    const unsigned t = made_anew(thread), lane = t % 32;
     if constexpr (Config::bulk_add) {
-      const unsigned target = sdQ(thread / 32) + 16 * lane;
+      const unsigned target = sdQ(t / 32) + 16 * lane;
       if (lane == 0) bulk_wait_read();
       __syncwarp();
 #pragma unroll
       for (int n = 0; n < Shape::dq_blocks; ++n) store_shared(target + 512 * n, rdQ[0][n]);
     } else {
       wait_turn(step, part);
-      float* first = sums(step, part, thread / 32, lane);
+      float* first = sums(step, part, t / 32, lane);
 #pragma unroll
       for (int n = 0; n < Shape::dq_blocks; ++n) Sum::add(first + Sum::distance(0, n), rdQ[0][n]);
     }
@@ -160,7 +160,7 @@ struct QueryGradient {
   // What add() left in shared memory, to the sums; by one thread of each warp, behind a fence.
   __device__ __forceinline__ void flush(const QueryStep& step, int part) const {
     if constexpr (!Config::bulk_add) return;
-    const unsigned warp = threadIdx.x % 128 / 32;
+    const unsigned warp = thread / 32;
     wait_turn(step, part);
     bulk_add(sums(step, part, warp, 0), sdQ(warp), Shape::dq_bytes / 4);
     bulk_commit();
@@ -181,9 +181,9 @@ struct QueryGradient {
   // When the additions are made; better later.
   __device__ __forceinline__ void pass_turn(const QueryStep& step, int part) const {
     if constexpr (!Config::ordered) return;
-    if (Config::bulk_add && threadIdx.x % 32 == 0) bulk_wait();
+    if (Config::bulk_add && thread % 32 == 0) bulk_wait();
     named_barrier_sync<128>(query_barrier + writer);
-    if (threadIdx.x % 128 == 0) turn(step, part).pass(work.turn(p));
+    if (thread == 0) turn(step, part).pass(work.turn(p));
   }
 };
 
@@ -266,7 +266,7 @@ struct QueryGroup {
 #pragma unroll 1
       for (int stage = 1; stage < Shape::stages; ++stage) load(work, false);
       if (warp == 0) loader.ask_for_next();
-      const QueryGradient gradient{p, shared, work, 0};
+      const QueryGradient gradient{p, shared, work, 0, threadIdx.x};
 #pragma unroll 1
       for (QueryStep step = work.first(p); work.any() && work.has(p, step); step = work.after(step))
         compute(gradient, ds_at, step);
@@ -293,16 +293,17 @@ struct Consumer {
     static constexpr int blocks = Keys::panels * Keys::panel_columns / 16;
     unsigned r[Config::keys_in_registers ? blocks : 1][4];
 
-    __device__ __forceinline__ void load(unsigned sKeys, int warp_key) {
+    __device__ __forceinline__ void load(unsigned sKeys, int warp_key, unsigned lane) {
 #pragma unroll
       for (int k = 0; k < (Config::keys_in_registers ? blocks : 0); ++k)
-        ldmatrix_x4(r[k], sKeys + Keys::chunk(warp_key + lane() % 16, 2 * k + lane() / 16));
+        ldmatrix_x4(r[k], sKeys + Keys::chunk(warp_key + lane % 16, 2 * k + lane / 16));
     }
   };
 
   const BackwardParams& p;
   const Shared& shared;
   int group;
+  unsigned thread;  // of the warpgroup, held in a register: shared memory's queue is slow to tell it
   const Work& work;
   Shape::Ring::Position& at;
   Shape::ScoreRing::Position& ds_at;
@@ -315,19 +316,20 @@ struct Consumer {
   unsigned rOperands[2][Config::early_scores ? Shape::m_blocks / 2 : 1][4];
   QueryGradient gradient;
 
-  __device__ __forceinline__ Consumer(const BackwardParams& p, const Shared& shared, int group, const Work& work,
-                                      Positions& at)
+  __device__ __forceinline__ Consumer(const BackwardParams& p, const Shared& shared, int group, unsigned thread,
+                                      const Work& work, Positions& at)
       : p(p),
         shared(shared),
         group(group),
+        thread(thread),
         work(work),
         at(at.queries),
         ds_at(at.scores),
         keys_at(at.keys),
-        gradient{p, shared, work, group} {}
+        gradient{p, shared, work, group, thread} {}
 
-  static __device__ __forceinline__ unsigned lane() { return threadIdx.x % 32; }
-  __device__ __forceinline__ unsigned warp_key() const { return 64 * group + threadIdx.x % 128 / 32 * 16; }
+  __device__ __forceinline__ unsigned lane() const { return thread % 32; }
+  __device__ __forceinline__ unsigned warp_key() const { return 64 * group + thread / 32 * 16; }
   __device__ __forceinline__ unsigned key() const { return warp_key() + lane() / 4; }  // its first in the tile
 
   // r = A B^T, not waited for: keys by queries.
@@ -393,19 +395,15 @@ struct Consumer {
   // The shifts or deltas of this thread's queries. Shared memory is slow to answer while the tensor cores read it:
   // better fetched early.
   struct QueryRows {
-    float4 r[Shape::m_blocks / 2];
+    float2 r[Shape::m_blocks];
 
-    __device__ __forceinline__ void fetch(unsigned rows) {
+    __device__ __forceinline__ void fetch(unsigned rows, unsigned lane) {
 #pragma unroll
-      for (int i = 0; i < Shape::m_blocks / 2; ++i)
-        r[i] = load_shared_float4(rows + RowOrder::bytes(i / 4, lane() % 4) + 16 * (i % 4));
+      for (int m = 0; m < Shape::m_blocks; ++m) r[m] = load_shared_float2(rows + 32 * m + 8 * (lane % 4));
     }
 
     // Of block m: queries 2 * (lane % 4) and the next.
-    __device__ __forceinline__ float2 operator[](int m) const {
-      const float4& two = r[m / 2];
-      return m % 2 ? float2{two.z, two.w} : float2{two.x, two.y};
-    }
+    __device__ __forceinline__ const float2& operator[](int m) const { return r[m]; }
   };
 
   // rS from q.k to P^T.
@@ -456,8 +454,8 @@ struct Consumer {
   // dS^T to shared memory, for dQ.
   __device__ __forceinline__ void store_scores() {
     shared.ds_ring.wait_empty(ds_at);
-    const unsigned thread = rematerialized_thread() % 128, row = 64 * group + thread / 32 * 16 + thread % 16;
-    const unsigned first = shared.ds(ds_at.stage) + Shape::Scores::chunk(row, thread / 16 % 2);
+    const unsigned t = made_anew(thread), row = 64 * group + t / 32 * 16 + t % 16;
+    const unsigned first = shared.ds(ds_at.stage) + Shape::Scores::chunk(row, t / 16 % 2);
 #pragma unroll
     for (int k = 0; k < Shape::tile_m / 16; ++k)  // the swizzle makes of a column a constant to XOR
       stmatrix_x4((first ^ k % 4 << 5) + k / 4 * Shape::Scores::panel_bytes, operand<1>(k));
@@ -528,7 +526,7 @@ struct Consumer {
       pin_accumulators(rS);
       pin_accumulators(rdP);
       if (makes_query_gradient(count)) flush(work.before<2>(step));
-      deltas.fetch(shared.delta(at.stage));
+      deltas.fetch(shared.delta(at.stage), lane());
       weigh_and_differentiate(rS, rdP, shifts, deltas);
       if (masked) clear_hidden(rS, step);
     } else {
@@ -537,7 +535,7 @@ struct Consumer {
       weigh(rS, shifts);
       if (masked) clear_hidden(rS, step);
       if (makes_query_gradient(count)) flush(work.before<2>(step));
-      deltas.fetch(shared.delta(at.stage));
+      deltas.fetch(shared.delta(at.stage), lane());
       wgmma_wait<0>();
       pin_accumulators(rdP);
       differentiate(rS, rdP, deltas);
@@ -574,8 +572,8 @@ struct Consumer {
     wait_turn();
     if (count == 0) {
       shared.q_ring.wait_full(at);
-      shifts.fetch(shared.shift(at.stage));
       issue_scores();
+      if (Config::fetch_at == 0) shifts.fetch(shared.shift(at.stage), lane());
     } else {
       QueryGradient::Fragment rdQ;
       if constexpr (!Config::query_group) issue_query_gradient(rdQ, makes_query_gradient(count));
@@ -596,7 +594,7 @@ struct Consumer {
         return;
       }
       shared.q_ring.wait_full(at);
-      shifts.fetch(shared.shift(at.stage));
+      if (Config::fetch_at == 0) shifts.fetch(shared.shift(at.stage), lane());
       if constexpr (Config::early_scores) {
         if constexpr (!Config::query_group) {
           wgmma_wait<1>();
@@ -612,7 +610,9 @@ struct Consumer {
       }
     }
     if (Config::pass_early == 1) pass_turn();
+    if (Config::fetch_at == 1) shifts.fetch(shared.shift(at.stage), lane());
     issue_score_gradients(rdP);
+    if (Config::fetch_at == 2) shifts.fetch(shared.shift(at.stage), lane());
     if (Config::pass_early == 0 || (Config::pass_early == 2 && count == 0)) pass_turn();
     differentiate(rdP, shifts, step, count);
   }
@@ -646,8 +646,8 @@ struct Consumer {
     shared.k_ring.wait_full(keys_at);
     shared.v_ring.wait_full(keys_at);
     if constexpr (Config::keys_in_registers) {
-      rK.load(shared.k(), warp_key());
-      rV.load(shared.v(), warp_key());
+      rK.load(shared.k(), warp_key(), lane());
+      rV.load(shared.v(), warp_key(), lane());
       __syncwarp();
       if (lane() == 0) {
         shared.k_ring.release({});
@@ -691,14 +691,14 @@ struct Consumer {
 
 __device__ __forceinline__ void run_consumer(const BackwardParams& p, const Shared& shared, int group) {
   if (Config::take_turns && group == Shape::warpgroups - 1) named_barrier_arrive<256>(turn_barrier);
-  const int lane = threadIdx.x % 32;
+  const unsigned thread = rematerialized_thread() % 128, lane = thread % 32;
   TileRing::Position tile_at;
   Positions positions;
   TileCoordinate c = shared.tile_ring.take(tile_at, lane);
 #pragma unroll 1
   while (c.query_tile >= 0) {
     const Work work(p, c);
-    Consumer(p, shared, group, work, positions).run();
+    Consumer(p, shared, group, thread, work, positions).run();
     c = shared.tile_ring.take(tile_at, lane);
   }
   if (Config::bulk_add && lane == 0) bulk_wait_read();

@@ -103,6 +103,7 @@ class Sm90BackwardConfig:
     early_scores: bool
     take_turns: bool
     pass_early: int
+    fetch_at: int
     ordered: bool
     out_vector_bytes: int
     exact_dims: bool
@@ -172,11 +173,12 @@ class _Tile:
     early_scores: bool = True
     take_turns: bool = True
     pass_early: int = 0
+    fetch_at: int = 1
 
 
 _TILES = {
     64: _Tile(2, 64, 4, 3, 64, keys_in_registers=True, pass_early=1),
-    128: _Tile(2, 64, 2, 3, 64, 232, 32, query_group=False, early_scores=False, pass_early=1),
+    128: _Tile(2, 64, 2, 3, 64, 232, 32, query_group=False, bulk_add=True, early_scores=False, fetch_at=0),
 }
 
 

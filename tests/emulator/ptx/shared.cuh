@@ -23,8 +23,8 @@ inline float load_shared_float(unsigned address) {
   return emulator::read_shared<float>(address);
 }
 
-inline float4 load_shared_float4(unsigned address) {
-  return emulator::read_shared<float4>(address);
+inline float2 load_shared_float2(unsigned address) {
+  return emulator::read_shared<float2>(address);
 }
 
 inline const char* load_shared_pointer(unsigned address) {
