@@ -38,10 +38,11 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, const TileCo
 
 // What is subtracted from a row's exponents: its lse in base 2. Weights of rows that have none, or do not exist, become
 // 0.
-__device__ __forceinline__ float exponent_shift(const BackwardParams& p, int64 head, int row) {
+__device__ __forceinline__ void store_shift(const BackwardParams& p, int64 head, int row, int64 at) {
   constexpr float log2_e = 1.44269504088896341f;
   const float lse = row < p.seqlen_q ? p.lse[head * p.seqlen_q + row] : negative_infinity();
-  return weightless(lse) ? -lse : lse * log2_e;
+  p.shift[at] = weightless(lse) ? -lse : lse * log2_e;
+  if (weightless(lse)) p.delta[at] = 0.0f;
 }
 
 // The row sums of a warp's 16 rows: f(row, sum) in the lane that has it.
@@ -82,8 +83,6 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps)
     const float dlse = has_dlse ? p.dlse[head * p.seqlen_q + row_begin + row] : 0.0f;
     const int64 at = head * p.padded_rows + row_begin + row;
     p.delta[at] = sum - dlse;
-    if (p.shift == nullptr) return;
-    p.shift[at] = exponent_shift(p, head, row_begin + row);
-    if (p.shift[at] == -negative_infinity()) p.delta[at] = 0.0f;
+    if (p.shift != nullptr) store_shift(p, head, row_begin + row, at);
   });
 }

@@ -8,7 +8,6 @@
 #include "ptx/shared.cuh"
 #include "sm90/panel.cuh"
 #include "sm90/ring.cuh"
-#include "sm90/schedule.cuh"
 
 namespace cuflash {
 
@@ -16,7 +15,6 @@ namespace cuflash {
 struct Sm90BackwardParams {
   TensorMap q, dout, k, v;  // boxes of one panel of a tile
   BackwardParams p;
-  WorkList list;
 };
 
 struct Shape {
@@ -53,29 +51,23 @@ struct Shape {
 
 struct Shared {
   unsigned base;
-  using KeyRing = RingBarriers<1>;
-  KeyRing k_ring, v_ring;
+  RingBarriers<1> keys;  // K and V, which stay
   Shape::Ring q_ring, dout_ring;
   Shape::ScoreRing ds_ring;  // from the warps of the consumers
-  TileRing tile_ring;        // the key tiles of the block
 
   __device__ __forceinline__ explicit Shared(unsigned start)
       : base((start + 1023) & ~1023u),
-        k_ring{base + Shape::barriers_at},
-        v_ring{k_ring.at + KeyRing::bytes},
-        q_ring{v_ring.at + KeyRing::bytes},
+        keys{base + Shape::barriers_at},
+        q_ring{keys.at + RingBarriers<1>::bytes},
         dout_ring{q_ring.at + Shape::Ring::bytes},
-        ds_ring{dout_ring.at + Shape::Ring::bytes},
-        tile_ring{{{ds_ring.at + Shape::ScoreRing::bytes}}} {}
+        ds_ring{dout_ring.at + Shape::Ring::bytes} {}
 
   __device__ __forceinline__ void init() const {
-    constexpr int consumer_warps = 4 * Shape::warpgroups, query_warps = Config::query_group ? 4 : 0;
-    k_ring.init(consumer_warps + query_warps);
-    v_ring.init(consumer_warps);
+    constexpr int consumer_warps = 4 * Shape::warpgroups;
+    keys.init(1, 2);
     q_ring.init(consumer_warps);
     dout_ring.init(consumer_warps);
     ds_ring.init(Config::query_group ? 4 : consumer_warps, consumer_warps);
-    tile_ring.barriers.init(consumer_warps + query_warps);
     mbarrier_init_fence();
   }
 
@@ -102,37 +94,24 @@ struct QueryStep {
   __device__ __forceinline__ int row_begin() const { return tile * Shape::tile_m; }
 };
 
-// A key tile: its place and the query tiles that see it. Without any, dK and dV are 0.
 struct Work {
-  int key_tile, head, batch;  // of keys and values
+  KeyTileCoordinate c;
+  int first_key, end_head;
   QueryTiles tiles;
 
-  __device__ __forceinline__ Work(const BackwardParams& p, const TileCoordinate& c)
-      : key_tile(c.query_tile), head(c.head), batch(c.batch) {
-    const QueryTiles t = of_keys(p, first_key());
+  __device__ __forceinline__ explicit Work(const BackwardParams& p)
+      : c(coordinate(p)), first_key(c.key_tile * Shape::tile_n) {
+    const QueryTiles t = of_keys(p, first_key);
     tiles = {in_uniform_register(t.first), in_uniform_register(t.last)};
+    end_head = tiles.first < tiles.last ? (c.head + 1) * p.group : 0;
   }
 
-  __device__ __forceinline__ int first_key() const { return key_tile * Shape::tile_n; }
-  __device__ __forceinline__ bool any() const { return tiles.first < tiles.last; }
-
-  static __device__ __forceinline__ int tiles_of_head(const BackwardParams& p) {
-    return (p.seqlen_k + Shape::tile_n - 1) / Shape::tile_n;
+  static __device__ __forceinline__ KeyTileCoordinate coordinate(const BackwardParams& p) {
+    const int tiles = (p.seqlen_k + Shape::tile_n - 1) / Shape::tile_n;
+    if constexpr (Config::ordered) return KeyTileCoordinate::in_turn(p, tiles);
+    if constexpr (Config::has_band) return KeyTileCoordinate::longest_first(p, tiles);
+    return KeyTileCoordinate::of_block();
   }
-
-  // Of an index into the list of all key tiles: section after section of (batch, head) pairs. Under a causal mask the
-  // first tile of a head is seen by the most queries and goes first. Blocks that take turns go from the last to the
-  // first.
-  static __device__ __forceinline__ TileCoordinate coordinate(const BackwardParams& p, const WorkList& list,
-                                                              int index) {
-    if (index >= list.tiles) return {-1, 0, 0};
-    const int tiles = tiles_of_head(p), heads = p.heads_q / p.group;
-    const auto c = SectionCoordinate::make(index, tiles, list.tiles / tiles, list.section);
-    return {Config::ordered ? tiles - 1 - c.tile : c.tile, c.pair % heads, c.pair / heads};
-  }
-
-  // Where blocks take turns: how many come before that of this tile.
-  __device__ __forceinline__ int turn(const BackwardParams& p) const { return tiles_of_head(p) - 1 - key_tile; }
 
   // The query tiles that see the key tile that begins at a key; none past the last key.
   static __device__ __forceinline__ QueryTiles of_keys(const BackwardParams& p, int key) {
@@ -140,27 +119,21 @@ struct Work {
     return QueryTiles::make<Config::has_band, Shape::tile_m>(p, key, min(key + Shape::tile_n, p.seqlen_k));
   }
 
-  __device__ __forceinline__ QueryStep first(const BackwardParams& p) const { return {head * p.group, tiles.first}; }
+  __device__ __forceinline__ QueryStep first(const BackwardParams& p) const { return {c.head * p.group, tiles.first}; }
 
   __device__ __forceinline__ QueryStep after(const QueryStep& step) const {
     const bool same_head = step.tile + 1 < tiles.last;
     return {step.head + !same_head, same_head ? step.tile + 1 : tiles.first};
   }
 
-  template <int Steps>
-  __device__ __forceinline__ QueryStep before(QueryStep step) const {
-#pragma unroll
-    for (int i = 0; i < Steps; ++i) {
-      const bool same_head = step.tile > tiles.first;
-      step = {step.head - !same_head, same_head ? step.tile - 1 : tiles.last - 1};
-    }
-    return step;
+  __device__ __forceinline__ QueryStep before(const QueryStep& step) const {
+    const bool same_head = step.tile > tiles.first;
+    return {step.head - !same_head, same_head ? step.tile - 1 : tiles.last - 1};
   }
 
-  // Of a tile that has any step.
-  __device__ __forceinline__ bool has(const BackwardParams& p, const QueryStep& step) const {
-    return step.head < (head + 1) * p.group;
-  }
+  __device__ __forceinline__ QueryStep last() const { return {end_head - 1, tiles.last - 1}; }
+
+  __device__ __forceinline__ bool has(const QueryStep& step) const { return step.head < end_head; }
 };
 
 }  // namespace cuflash

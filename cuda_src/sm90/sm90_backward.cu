@@ -24,86 +24,47 @@ namespace cuflash {
 // Named barriers: of each warpgroup that makes dQ, and the turn of each that makes dK and dV.
 enum { query_barrier = 1, turn_barrier = query_barrier + Shape::warpgroups };
 
-// A warp: hands out the key tiles and starts the copies, in the order in which they are needed.
+// Starts the copies, by one thread of a warp, in the order in which they are needed.
 struct Loader {
   const Sm90BackwardParams& params;
   const BackwardParams& p;
   const Shared& shared;
-  bool elected;
-  int index;
-  TileRing::Position tile_at;
-  Shared::KeyRing::Position keys_at;
+  const Work& work;
+  bool elected = false;
+  QueryStep ahead;  // the next to be copied
   Shape::Ring::Position at;
 
-  __device__ __forceinline__ Loader(const Sm90BackwardParams& params, const Shared& shared)
-      : params(params), p(params.p), shared(shared), index(blockIdx.x) {}
+  __device__ __forceinline__ Loader(const Sm90BackwardParams& params, const Shared& shared, const Work& work)
+      : params(params), p(params.p), shared(shared), work(work), ahead(work.first(p)) {}
 
   __device__ __forceinline__ void start() {
     elected = elect_one();
-    if (!elected) return;
-    prefetch_tensor_map(params.q);
-    prefetch_tensor_map(params.dout);
-    prefetch_tensor_map(params.k);
-    prefetch_tensor_map(params.v);
+    if (!elected || !work.has(ahead)) return;
+    const int row = work.first_key, head = work.c.head, batch = work.c.batch;
+    Shape::K::load(shared.k(), params.k, shared.keys.full(0), row, p.k_head ? head : 0, p.k_batch ? batch : 0,
+                   kEvictFirst);
+    Shape::V::load(shared.v(), params.v, shared.keys.full(0), row, p.v_head ? head : 0, p.v_batch ? batch : 0,
+                   kEvictFirst);
   }
 
-  // The next tile, to all warps that take part.
-  __device__ __forceinline__ TileCoordinate publish() {
-    const TileCoordinate c = Work::coordinate(p, params.list, index);
-    if (elected) shared.tile_ring.publish(tile_at, c);
-    tile_at.advance();
-    if (c.query_tile < 0 && elected) params.list.leave();
-    return c;
-  }
+  __device__ __forceinline__ bool done() const { return !work.has(ahead); }
 
-  __device__ __forceinline__ void ask_for_next() {
-    int next = 0;
-    if (elected) next = params.list.next(index);
-    index = __reduce_max_sync(0xFFFFFFFFu, next);
-  }
-
-  __device__ __forceinline__ void load_keys(const Work& work) const {
-    shared.k_ring.wait_empty(keys_at);
-    if (elected)
-      Shape::K::load(shared.k(), params.k, shared.k_ring.full(0), work.first_key(), p.k_head ? work.head : 0,
-                     p.k_batch ? work.batch : 0, kEvictFirst);
-  }
-
-  __device__ __forceinline__ void load_values(const Work& work) const {
-    shared.v_ring.wait_empty(keys_at);
-    if (elected)
-      Shape::V::load(shared.v(), params.v, shared.v_ring.full(0), work.first_key(), p.v_head ? work.head : 0,
-                     p.v_batch ? work.batch : 0, kEvictFirst);
-  }
-
-  __device__ __forceinline__ void load_queries(const Work& work, const QueryStep& step) const {
-    const int row = step.row_begin(), head = step.head, batch = work.batch, stage = at.stage;
+  __device__ __forceinline__ void load() {
+    const int row = ahead.row_begin(), head = ahead.head, batch = work.c.batch, stage = at.stage;
     const int64 row_at = (static_cast<int64>(batch) * p.heads_q + head) * p.padded_rows + row;
     const unsigned full = shared.q_ring.full(stage);
     shared.q_ring.wait_empty(at);
-    if (!elected) return;
-    Shape::Q::load(shared.q(stage), params.q, full, row, p.q_head ? head : 0, p.q_batch ? batch : 0, kEvictLast,
-                   Shape::rows_bytes);
-    bulk_load(shared.shift(stage), p.shift + row_at, Shape::rows_bytes / 2, full);
-    bulk_load(shared.delta(stage), p.delta + row_at, Shape::rows_bytes / 2, full);
-  }
-
-  __device__ __forceinline__ void load_gradients(const Work& work, const QueryStep& step) const {
+    if (elected) {
+      Shape::Q::load(shared.q(stage), params.q, full, row, p.q_head ? head : 0, p.q_batch ? batch : 0, kEvictLast,
+                     Shape::rows_bytes);
+      bulk_load(shared.shift(stage), p.shift + row_at, Shape::rows_bytes / 2, full);
+      bulk_load(shared.delta(stage), p.delta + row_at, Shape::rows_bytes / 2, full);
+    }
     shared.dout_ring.wait_empty(at);
     if (elected)
-      Shape::Dout::load(shared.dout(at.stage), params.dout, shared.dout_ring.full(at.stage), step.row_begin(),
-                        p.dout_head ? step.head : 0, p.dout_batch ? work.batch : 0, kEvictLast);
-  }
-
-  // All that a step needs, the first of a tile its keys and values too.
-  __device__ __forceinline__ void load(const Work& work, const QueryStep& step, bool first) {
-    if (first) load_keys(work);
-    load_queries(work, step);
-    if (first) {
-      load_values(work);
-      keys_at.advance();
-    }
-    load_gradients(work, step);
+      Shape::Dout::load(shared.dout(stage), params.dout, shared.dout_ring.full(stage), row, p.dout_head ? head : 0,
+                        p.dout_batch ? batch : 0, kEvictLast);
+    ahead = work.after(ahead);
     at.advance();
   }
 };
@@ -117,12 +78,13 @@ struct QueryGradient {
   const Shared& shared;
   const Work& work;
   int writer;       // which of the warpgroups that make dQ this is
-  unsigned thread;  // of 128
+  unsigned thread;  // of the warpgroup
+  Shape::ScoreRing::Position at;
 
   // rdQ (64, dq_columns), not waited for.
-  __device__ __forceinline__ void issue(Fragment& rdQ, int buffer, int part) const {
+  __device__ __forceinline__ void issue(Fragment& rdQ, int part) const {
     wgmma_fence();
-    const unsigned sdS = shared.ds(buffer) + part / column_parts * Shape::Scores::panel_bytes;
+    const unsigned sdS = shared.ds(at.stage) + part / column_parts * Shape::Scores::panel_bytes;
     const uint64 a = Shape::Scores::rows_deep | sdS >> 4;
     const uint64 b = Shape::K::rows_deep | shared.k() >> 4;
     const int column = Shape::K::column_block(part % column_parts * (Shape::dq_columns / 16));
@@ -133,8 +95,13 @@ struct QueryGradient {
     wgmma_commit();
   }
 
+  __device__ __forceinline__ void release() {
+    if (thread % 32 == 0) shared.ds_ring.release(at);
+    at.advance();
+  }
+
   __device__ __forceinline__ float* sums(const QueryStep& step, int part, int warp, int lane) const {
-    const Sum sum = Sum::of_rows(p, work.batch, step.head, step.row_begin() + part / column_parts * 64);
+    const Sum sum = Sum::of_rows(p, work.c.batch, step.head, step.row_begin() + part / column_parts * 64);
     return sum.at(warp, part % column_parts * Shape::dq_blocks, lane);
   }
 
@@ -166,16 +133,21 @@ struct QueryGradient {
     bulk_commit();
   }
 
+  // Shared memory may go when this has returned.
+  __device__ __forceinline__ void finish() const {
+    if (Config::bulk_add && thread % 32 == 0) bulk_wait_read();
+  }
+
   // Two words of turns for every 64 rows: as many as warpgroups that add to them.
   __device__ __forceinline__ Turn turn(const QueryStep& step, int part) const {
     const int row = part / column_parts * 64 + part % column_parts % 2 * kTurnRows;
-    return Turn::of_rows(p, work.batch, step.head, step.row_begin() + row);
+    return Turn::of_rows(p, work.c.batch, step.head, step.row_begin() + row);
   }
 
   // The block before this one in turn has the next keys.
   __device__ __forceinline__ void wait_turn(const QueryStep& step, int part) const {
-    if (Config::ordered && work.of_keys(p, work.first_key() + Shape::tile_n).contains(step.tile))
-      turn(step, part).wait(work.turn(p));
+    if (Config::ordered && work.of_keys(p, work.first_key + Shape::tile_n).contains(step.tile))
+      turn(step, part).wait(work.c.before);
   }
 
   // When the additions are made; better later.
@@ -183,63 +155,26 @@ struct QueryGradient {
     if constexpr (!Config::ordered) return;
     if (Config::bulk_add && thread % 32 == 0) bulk_wait();
     named_barrier_sync<128>(query_barrier + writer);
-    if (thread == 0) turn(step, part).pass(work.turn(p));
+    if (thread == 0) turn(step, part).pass(work.c.before);
   }
 };
 
-// The first warpgroup: its first warp feeds all others.
+// The warpgroup that feeds the others and, if none of them does, makes dQ.
 struct Feeder {
   Loader loader;
-  const BackwardParams& p;
-  const Shared& shared;
-
-  // When the others make dQ.
-  __device__ __forceinline__ void run() {
-    loader.start();
-    TileCoordinate c = loader.publish();
-#pragma unroll 1
-    while (c.query_tile >= 0) {
-      const Work work(p, c);
-      bool first = true;
-#pragma unroll 1
-      for (QueryStep step = work.first(p); work.any() && work.has(p, step); step = work.after(step)) {
-        loader.load(work, step, first);
-        first = false;
-      }
-      loader.ask_for_next();
-      c = loader.publish();
-    }
-  }
-};
-
-// The first warpgroup when it makes dQ itself: its first warp feeds all others in between.
-struct QueryGroup {
-  Loader loader;
-  const BackwardParams& p;
-  const Shared& shared;
+  QueryGradient gradient;
   int warp;
-  QueryStep ahead;  // the next to be loaded
 
-  __device__ __forceinline__ void load(const Work& work, bool first) {
-    if (warp != 0 || !work.any() || !work.has(p, ahead)) return;
-    loader.load(work, ahead, first);
-    ahead = work.after(ahead);
-  }
-
-  __device__ __forceinline__ void compute(const QueryGradient& gradient, Shape::ScoreRing::Position& at,
-                                          const QueryStep& step) {
-    shared.ds_ring.wait_full(at);
+  __device__ __forceinline__ void compute(const QueryStep& step) {
+    gradient.shared.ds_ring.wait_full(gradient.at);
 #pragma unroll
     for (int part = 0; part < QueryGradient::parts; ++part) {
       QueryGradient::Fragment rdQ;
-      gradient.issue(rdQ, at.stage, part);
-      if (part == 0) load(gradient.work, false);
+      gradient.issue(rdQ, part);
+      if (part == 0 && warp == 0 && !loader.done()) loader.load();
       wgmma_wait<0>();
       pin_accumulators(rdQ);
-      if (part == QueryGradient::parts - 1) {
-        if (threadIdx.x % 32 == 0) shared.ds_ring.release(at);
-        at.advance();
-      }
+      if (part == QueryGradient::parts - 1) gradient.release();
       gradient.add(step, rdQ, part);
       if (Config::bulk_add) fence_async_proxy();
       __syncwarp();
@@ -248,45 +183,26 @@ struct QueryGroup {
     }
   }
 
-  __device__ __forceinline__ TileCoordinate take(TileRing::Position& at) {
-    if (warp == 0) loader.publish();
-    return shared.tile_ring.take(at, threadIdx.x % 32);
-  }
-
   __device__ __forceinline__ void run() {
-    TileRing::Position tile_at;
-    Shape::ScoreRing::Position ds_at;
-    if (warp == 0) loader.start();
-    TileCoordinate c = take(tile_at);
+    warp = warp_uniform(threadIdx.x / 32);
+    const Work& work = loader.work;
+    if (warp == 0) {
+      loader.start();
 #pragma unroll 1
-    while (c.query_tile >= 0) {
-      const Work work(p, c);
-      ahead = work.first(p);
-      load(work, true);
-#pragma unroll 1
-      for (int stage = 1; stage < Shape::stages; ++stage) load(work, false);
-      if (warp == 0) loader.ask_for_next();
-      const QueryGradient gradient{p, shared, work, 0, threadIdx.x};
-#pragma unroll 1
-      for (QueryStep step = work.first(p); work.any() && work.has(p, step); step = work.after(step))
-        compute(gradient, ds_at, step);
-      if (threadIdx.x % 32 == 0 && work.any()) shared.k_ring.release({});
-      c = take(tile_at);
+      for (int stage = 0; !loader.done() && (!Config::query_group || stage < Shape::stages); ++stage) loader.load();
     }
-    if (Config::bulk_add && threadIdx.x % 32 == 0) bulk_wait_read();
+    if constexpr (Config::query_group) {
+#pragma unroll 1
+      for (QueryStep step = work.first(loader.p); work.has(step); step = work.after(step)) compute(step);
+      gradient.finish();
+    }
   }
 };
 
-// Where a consumer is in the rings.
-struct Positions {
-  Shape::Ring::Position queries;
-  Shape::ScoreRing::Position scores;
-  Shared::KeyRing::Position keys;
-};
-
-// One of the warpgroups that make dK and dV of 64 keys of a tile.
+// One of the warpgroups that make dK and dV of 64 keys.
 struct Consumer {
-  using Scores = float[1][Shape::m_blocks][4];  // (64 keys, tile_m queries)
+  using Scores = float[1][Shape::m_blocks][4];       // (64 keys, tile_m queries)
+  using Operand = unsigned[Shape::m_blocks / 2][4];  // the same, rounded
   // This warpgroup's keys or values: in shared memory, or in registers as fragments of 16 columns.
   template <class Keys>
   struct KeyOperand {
@@ -302,30 +218,30 @@ struct Consumer {
 
   const BackwardParams& p;
   const Shared& shared;
+  const Work& work;
   int group;
   unsigned thread;  // of the warpgroup, held in a register: shared memory's queue is slow to tell it
-  const Work& work;
-  Shape::Ring::Position& at;
-  Shape::ScoreRing::Position& ds_at;
-  Shared::KeyRing::Position& keys_at;
+  Shape::Ring::Position at;
+  Shape::ScoreRing::Position ds_at;
   float rdK[1][Shape::d_blocks][4] = {};
   float rdV[1][Shape::dv_blocks][4] = {};
   KeyOperand<Shape::K> rK;
   KeyOperand<Shape::V> rV;
-  Scores rS;
-  unsigned rOperands[2][Config::early_scores ? Shape::m_blocks / 2 : 1][4];
+  Operand rP, rdS;         // of the products that go on
+  QueryStep next, staged;  // whose dQ is to be made next, and has been made last
+  bool has_staged = false;
+  int lag;  // steps until the first dQ
   QueryGradient gradient;
 
-  __device__ __forceinline__ Consumer(const BackwardParams& p, const Shared& shared, int group, unsigned thread,
-                                      const Work& work, Positions& at)
+  __device__ __forceinline__ Consumer(const BackwardParams& p, const Shared& shared, const Work& work, int group,
+                                      unsigned thread)
       : p(p),
         shared(shared),
+        work(work),
         group(group),
         thread(thread),
-        work(work),
-        at(at.queries),
-        ds_at(at.scores),
-        keys_at(at.keys),
+        next(work.first(p)),
+        lag(1),
         gradient{p, shared, work, group, thread} {}
 
   __device__ __forceinline__ unsigned lane() const { return thread % 32; }
@@ -352,65 +268,43 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // P^T and dS^T as operands, by blocks of 16 queries. Unless scores are begun early they take the place of the scores.
-  template <int Which>
-  __device__ __forceinline__ unsigned (&operand(int k))[4] {
-    if constexpr (Config::early_scores) return rOperands[Which][k];
-    return reinterpret_cast<unsigned (&)[4]>(rS[0][2 * k + Which]);
-  }
-
-  __device__ __forceinline__ void set_operands(const Scores& rP, const Scores& rdS) {
-#pragma unroll
-    for (int k = 0; k < Shape::m_blocks / 2; ++k) {
-      unsigned a[2][4];
-      pack_operand(a[0], rP, k);
-      pack_operand(a[1], rdS, k);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        operand<0>(k)[i] = a[0][i];
-        operand<1>(k)[i] = a[1][i];
-      }
-    }
-  }
-
-  static __device__ __forceinline__ void pack_operand(unsigned (&a)[4], const Scores& r, int k) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      a[i] = pack<Shape::Element>(r[0][2 * k + i / 2][2 * (i % 2)], r[0][2 * k + i / 2][2 * (i % 2) + 1]);
-  }
-
-  // r += A X, not waited for, where A is P^T (0) or dS^T (1).
-  template <int Which, class Queries, int Blocks>
-  __device__ __forceinline__ void issue_gradient(float (&r)[1][Blocks][4], unsigned sQueries) {
+  // r += A X, not waited for, where A is P^T or dS^T.
+  template <class Queries, int Blocks>
+  __device__ __forceinline__ void issue_gradient(float (&r)[1][Blocks][4], const Operand& a, unsigned sQueries) const {
     wgmma_fence();
     const uint64 b = Queries::rows_deep | sQueries >> 4;
 #pragma unroll
-    for (int k = 0; k < Shape::tile_m / 16; ++k) {
-      Wgmma<8 * Blocks, Shape::Element>::template rs<1>(r, operand<Which>(k), b + (k * 16 * Queries::row_bytes >> 4),
-                                                        1);
-    }
+    for (int k = 0; k < Shape::tile_m / 16; ++k)
+      Wgmma<8 * Blocks, Shape::Element>::template rs<1>(r, a[k], b + (k * 16 * Queries::row_bytes >> 4), 1);
     wgmma_commit();
   }
 
-  // The shifts or deltas of this thread's queries. Shared memory is slow to answer while the tensor cores read it:
-  // better fetched early.
+  // The shifts or deltas of this thread's queries, some of them fetched ahead: shared memory is slow to answer while
+  // the tensor cores read it.
   struct QueryRows {
-    float2 r[Shape::m_blocks];
+    static constexpr int window = Shape::m_blocks < 8 ? Shape::m_blocks : 8;
+    unsigned at;
+    float2 next[window];
 
     __device__ __forceinline__ void fetch(unsigned rows, unsigned lane) {
+      at = rows + 8 * (lane % 4);
 #pragma unroll
-      for (int m = 0; m < Shape::m_blocks; ++m) r[m] = load_shared_float2(rows + 32 * m + 8 * (lane % 4));
+      for (int m = 0; m < window; ++m) next[m] = load_shared_float2(at + 32 * m);
     }
 
-    // Of block m: queries 2 * (lane % 4) and the next.
-    __device__ __forceinline__ const float2& operator[](int m) const { return r[m]; }
+    // Of block m, once each and in order.
+    __device__ __forceinline__ float2 take(int m) {
+      const float2 value = next[m % window];
+      if (m + window < Shape::m_blocks) next[m % window] = load_shared_float2(at + 32 * (m + window));
+      return value;
+    }
   };
 
   // rS from q.k to P^T.
-  __device__ __forceinline__ void weigh(Scores& rS, const QueryRows& shifts) const {
+  __device__ __forceinline__ void weigh(Scores& rS, QueryRows& shifts) const {
 #pragma unroll
     for (int m = 0; m < Shape::m_blocks; ++m) {
-      const float2 shift = shifts[m];
+      const float2 shift = shifts.take(m);
       Config::score::apply(rS[0][m], p);
       exponentiate(rS[0][m], shift);
     }
@@ -422,10 +316,10 @@ struct Consumer {
   }
 
   // rdP from dP to dS^T.
-  __device__ __forceinline__ void differentiate(const Scores& rP, Scores& rdP, const QueryRows& deltas) const {
+  __device__ __forceinline__ void differentiate(const Scores& rP, Scores& rdP, QueryRows& deltas) const {
 #pragma unroll
     for (int m = 0; m < Shape::m_blocks; ++m) {
-      const float2 delta = deltas[m];
+      const float2 delta = deltas.take(m);
 #pragma unroll
       for (int i = 0; i < 4; ++i) rdP[0][m][i] = rP[0][m][i] * (rdP[0][m][i] - (i % 2 ? delta.y : delta.x));
     }
@@ -433,10 +327,10 @@ struct Consumer {
 
   // Both at once, where the score stage bends scores.
   __device__ __forceinline__ void weigh_and_differentiate(Scores& rS, Scores& rdP, QueryRows& shifts,
-                                                          const QueryRows& deltas) const {
+                                                          QueryRows& deltas) const {
 #pragma unroll
     for (int m = 0; m < Shape::m_blocks; ++m) {
-      const float2 shift = shifts[m], delta = deltas[m];
+      const float2 shift = shifts.take(m), delta = deltas.take(m);
       float slope[4];
       Config::score::apply(rS[0][m], slope, p);
       exponentiate(rS[0][m], shift);
@@ -446,19 +340,27 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void clear_hidden(Scores& r, const QueryStep& step) const {
-    for_each_hidden<Config::has_band, true, 1, Shape::m_blocks>(ScoreBand::of_keys(p), work.first_key() + key(),
+    for_each_hidden<Config::has_band, true, 1, Shape::m_blocks>(ScoreBand::of_keys(p), work.first_key + key(),
                                                                 step.row_begin() + 2 * (lane() % 4),
                                                                 [&](int, int m, int i) { r[0][m][i] = 0.0f; });
   }
 
+  static __device__ __forceinline__ void pack_operand(Operand& a, const Scores& r) {
+#pragma unroll
+    for (int m = 0; m < Shape::m_blocks; ++m) {
+      a[m / 2][2 * (m % 2)] = pack<Shape::Element>(r[0][m][0], r[0][m][1]);
+      a[m / 2][2 * (m % 2) + 1] = pack<Shape::Element>(r[0][m][2], r[0][m][3]);
+    }
+  }
+
   // dS^T to shared memory, for dQ.
-  __device__ __forceinline__ void store_scores() {
+  __device__ __forceinline__ void store_scores() const {
     shared.ds_ring.wait_empty(ds_at);
     const unsigned t = made_anew(thread), row = 64 * group + t / 32 * 16 + t % 16;
     const unsigned first = shared.ds(ds_at.stage) + Shape::Scores::chunk(row, t / 16 % 2);
 #pragma unroll
     for (int k = 0; k < Shape::tile_m / 16; ++k)  // the swizzle makes of a column a constant to XOR
-      stmatrix_x4((first ^ k % 4 << 5) + k / 4 * Shape::Scores::panel_bytes, operand<1>(k));
+      stmatrix_x4((first ^ k % 4 << 5) + k / 4 * Shape::Scores::panel_bytes, rdS[k]);
   }
 
   // dS^T of the step before to whoever makes dQ. Its stores have to be complete: better later.
@@ -469,12 +371,12 @@ struct Consumer {
     ds_at.advance();
   }
 
-  // The same for what dQ of a step left in shared memory.
-  __device__ __forceinline__ void flush(const QueryStep& step) const {
-    if constexpr (!Config::bulk_add) return;
+  // The same for what the last dQ left in shared memory.
+  __device__ __forceinline__ void flush() const {
+    if (!Config::bulk_add || !has_staged) return;
     fence_async_proxy();
     __syncwarp();
-    if (lane() == 0) gradient.flush(step, group);
+    if (lane() == 0) gradient.flush(staged, group);
   }
 
   // Products of one warpgroup are issued together, so that they run as a block while the other takes exponentials.
@@ -487,10 +389,10 @@ struct Consumer {
 
   __device__ __forceinline__ bool needs_mask_here(const QueryStep& step) const {
     return needs_mask<Config::has_band, Shape::tile_m, 64>(p, step.row_begin(),
-                                                           work.key_tile * Shape::warpgroups + group);
+                                                           work.c.key_tile * Shape::warpgroups + group);
   }
 
-  __device__ __forceinline__ void issue_scores() {
+  __device__ __forceinline__ void issue_scores(Scores& rS) const {
     issue_product<Shape::K, Shape::Q>(rS, rK, shared.k(), shared.q(at.stage));
   }
 
@@ -500,8 +402,8 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void issue_key_gradients() {
-    issue_gradient<0, Shape::Dout>(rdV, shared.dout(at.stage));
-    issue_gradient<1, Shape::Q>(rdK, shared.q(at.stage));
+    issue_gradient<Shape::Dout>(rdV, rP, shared.dout(at.stage));
+    issue_gradient<Shape::Q>(rdK, rdS, shared.q(at.stage));
   }
 
   // When the products for dV and dK are there but for Pending others behind them.
@@ -517,15 +419,14 @@ struct Consumer {
   }
 
   // From the products of a step, which may still be under way, to P^T and dS^T as operands and dS^T in shared memory.
-  // `count` is the number of steps before.
-  __device__ __forceinline__ void differentiate(Scores& rdP, QueryRows& shifts, const QueryStep& step, int count) {
+  __device__ __forceinline__ void differentiate(Scores& rS, Scores& rdP, QueryRows& shifts, const QueryStep& step) {
     const bool masked = needs_mask_here(step);
-    QueryRows deltas;
     if constexpr (Config::score::bends) {
       wgmma_wait<0>();
       pin_accumulators(rS);
       pin_accumulators(rdP);
-      if (makes_query_gradient(count)) flush(work.before<2>(step));
+      flush();
+      QueryRows deltas;
       deltas.fetch(shared.delta(at.stage), lane());
       weigh_and_differentiate(rS, rdP, shifts, deltas);
       if (masked) clear_hidden(rS, step);
@@ -534,49 +435,31 @@ struct Consumer {
       pin_accumulators(rS);
       weigh(rS, shifts);
       if (masked) clear_hidden(rS, step);
-      if (makes_query_gradient(count)) flush(work.before<2>(step));
+      flush();
+      QueryRows deltas;
       deltas.fetch(shared.delta(at.stage), lane());
       wgmma_wait<0>();
       pin_accumulators(rdP);
       differentiate(rS, rdP, deltas);
     }
     if (masked) clear_hidden(rdP, step);
-    set_operands(rS, rdP);
+    pack_operand(rP, rS);
+    pack_operand(rdS, rdP);
     store_scores();
   }
 
-  // dQ lags two steps behind the scores: then the other warpgroup has published its part of dS.
-  static __device__ __forceinline__ bool makes_query_gradient(int count) { return !Config::query_group && count >= 2; }
-
-  // This warpgroup's part of dQ of the step whose dS was published last; of whatever is there when there is none, which
-  // nobody asks for: a branch would stand in the way of products that go on.
-  __device__ __forceinline__ void issue_query_gradient(QueryGradient::Fragment& rdQ, bool there) const {
-    static_assert(Config::query_group || QueryGradient::parts == Shape::warpgroups);
-    if (there) shared.ds_ring.wait_full(ds_at.before());
-    gradient.issue(rdQ, ds_at.before().stage, group);
-  }
-
-  // When it is made. `buffer` is where its dS was; `passed` says whether there was a step before.
-  __device__ __forceinline__ void add_query_gradient(const QueryGradient::Fragment& rdQ, const QueryStep& step,
-                                                     const Shape::ScoreRing::Position& buffer, bool passed) const {
-    if (Config::ordered && passed) gradient.pass_turn(work.before<1>(step), group);
-    if (lane() == 0) shared.ds_ring.release(buffer);
-    gradient.add(step, rdQ, group);
-  }
-
-  // dK and dV of the step before, if there is one, and the scores of this, unless that was the last. dQ comes first:
-  // what it leaves goes to shared memory beside the products for dV and dK, which leave most room there.
-  __device__ __forceinline__ void go_on(const QueryStep& step, int count, bool there) {
-    Scores rdP;
+  // dK and dV of the step before, if there is one, and the scores of this. dQ comes first: what it leaves goes to
+  // shared memory beside the products for dV and dK, which leave most room there.
+  __device__ __forceinline__ void go_on(const QueryStep& step, bool first) {
+    Scores rS, rdP;
     QueryRows shifts;
     wait_turn();
-    if (count == 0) {
+    if (first) {
       shared.q_ring.wait_full(at);
-      issue_scores();
-      if (Config::fetch_at == 0) shifts.fetch(shared.shift(at.stage), lane());
+      issue_scores(rS);
     } else {
       QueryGradient::Fragment rdQ;
-      if constexpr (!Config::query_group) issue_query_gradient(rdQ, makes_query_gradient(count));
+      if constexpr (!Config::query_group) issue_query_gradient(rdQ);
       issue_key_gradients();
       const auto before = at;
       at.advance();
@@ -584,56 +467,75 @@ struct Consumer {
       if constexpr (!Config::query_group) {
         wgmma_wait<2>();
         pin_accumulators(rdQ);
-        if (makes_query_gradient(count))
-          add_query_gradient(rdQ, work.before<2>(step), ds_at.before().before(), count > 2);
-      }
-      if (!there) {
-        release_queries<0>(before);
-        pass_turn();
-        if (makes_query_gradient(count)) flush(work.before<2>(step));
-        return;
+        stage(rdQ);
       }
       shared.q_ring.wait_full(at);
-      if (Config::fetch_at == 0) shifts.fetch(shared.shift(at.stage), lane());
       if constexpr (Config::early_scores) {
-        if constexpr (!Config::query_group) {
-          wgmma_wait<1>();
-          pin_accumulators(rdV);
-        }
-        issue_scores();
-        if (Config::pass_early == 2) pass_turn();
+        wgmma_wait<1>();
+        pin_accumulators(rdV);
+        issue_scores(rS);
         release_queries<1>(before);
       } else {
         release_queries<0>(before);
-        if (Config::pass_early == 2) pass_turn();
-        issue_scores();
+        issue_scores(rS);
       }
     }
-    if (Config::pass_early == 1) pass_turn();
-    if (Config::fetch_at == 1) shifts.fetch(shared.shift(at.stage), lane());
+    if (Config::pass_early) pass_turn();
+    shifts.fetch(shared.shift(at.stage), lane());
     issue_score_gradients(rdP);
-    if (Config::fetch_at == 2) shifts.fetch(shared.shift(at.stage), lane());
-    if (Config::pass_early == 0 || (Config::pass_early == 2 && count == 0)) pass_turn();
-    differentiate(rdP, shifts, step, count);
+    if (!Config::pass_early) pass_turn();
+    differentiate(rS, rdP, shifts, step);
   }
 
-  // dQ of the last step.
-  __device__ __forceinline__ void add_last(const QueryStep& step, int count) {
-    if constexpr (!Config::query_group) {
+  // This warpgroup's part of dQ of the step that is next in line for it; of whatever is there when there is none, which
+  // nobody asks for: a branch would stand in the way of products that go on.
+  __device__ __forceinline__ void issue_query_gradient(QueryGradient::Fragment& rdQ) const {
+    static_assert(Config::query_group || QueryGradient::parts == Shape::warpgroups);
+    if (lag == 0) shared.ds_ring.wait_full(gradient.at);
+    gradient.issue(rdQ, group);
+  }
+
+  __device__ __forceinline__ void stage(const QueryGradient::Fragment& rdQ) {
+    if (lag == 0) {
+      if (has_staged) gradient.pass_turn(staged, group);
+      gradient.release();
+      gradient.add(next, rdQ, group);
+      staged = next;
+      has_staged = true;
+      next = work.after(next);
+    } else {
+      --lag;
+    }
+  }
+
+  // The last step's dK and dV, and dQ of the one before it.
+  __device__ __forceinline__ void end() {
+    publish_scores();
+    wait_turn();
+    issue_key_gradients();
+    release_queries<0>(at);
+    pass_turn();
+  }
+
+  // All dQ that are left.
+  __device__ __forceinline__ void add_rest() {
+    lag = 0;
+#pragma unroll 1
+    while (work.has(next)) {
       QueryGradient::Fragment rdQ;
-      issue_query_gradient(rdQ, true);
+      issue_query_gradient(rdQ);
       wgmma_wait<0>();
       pin_accumulators(rdQ);
-      if (lane() == 0) shared.k_ring.release({});
-      add_query_gradient(rdQ, work.before<1>(step), ds_at.before(), count > 1);
-      flush(work.before<1>(step));
-      gradient.pass_turn(work.before<1>(step), group);
+      stage(rdQ);
+      flush();
     }
+    gradient.pass_turn(staged, group);
+    gradient.finish();
   }
 
   __device__ __forceinline__ void write() const {
-    const int64 first = work.first_key();
-    const int keys_left = p.seqlen_k - work.first_key(), head = work.head, batch = work.batch;
+    const int64 first = work.first_key;
+    const int keys_left = p.seqlen_k - work.first_key, head = work.c.head, batch = work.c.batch;
     char* dk = static_cast<char*>(p.dk) + batch * p.dk_batch + head * p.dk_head + first * p.dk_row;
     char* dv = static_cast<char*>(p.dv) + batch * p.dv_batch + head * p.dv_head + first * p.dv_row;
     store_rows<Shape::Element, Config::out_vector_bytes, Config::exact_dims>(
@@ -642,67 +544,32 @@ struct Consumer {
         rdK, [&](int) { return p.gradient_scale; }, dk, p.dk_row, key(), keys_left, p.head_dim, lane());
   }
 
-  __device__ __forceinline__ void load_keys() {
-    shared.k_ring.wait_full(keys_at);
-    shared.v_ring.wait_full(keys_at);
-    if constexpr (Config::keys_in_registers) {
-      rK.load(shared.k(), warp_key(), lane());
-      rV.load(shared.v(), warp_key(), lane());
-      __syncwarp();
-      if (lane() == 0) {
-        shared.k_ring.release({});
-        shared.v_ring.release({});
-      }
-    }
-  }
-
-  // The tile's dK and dV.
   __device__ __forceinline__ void run() {
     QueryStep step = work.first(p);
-    int count = 0;
-    if (work.any()) {
-      load_keys();
-      bool there = true;
+    const bool any = work.has(step);
+    if (any) {
+      if (Config::take_turns && group == Shape::warpgroups - 1) named_barrier_arrive<256>(turn_barrier);
+      shared.keys.wait_full({});
+      rK.load(shared.k(), warp_key(), lane());
+      rV.load(shared.v(), warp_key(), lane());
+      bool first = true;
 #pragma unroll 1
-      while (there) {
-        there = work.has(p, step);
-        go_on(step, count, there);
-        if (there) {
-          step = work.after(step);
-          ++count;
-        }
+      for (; work.has(step); step = work.after(step)) {
+        go_on(step, first);
+        first = false;
       }
-      if (lane() == 0 && !Config::keys_in_registers) {
-        shared.v_ring.release({});
-        if (Config::query_group) shared.k_ring.release({});
-      }
-      keys_at.advance();
+      end();
     }
     // The first warpgroup is ahead of the others, whose part of dS the last dQ needs.
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       if (half == group % 2)
         write();
-      else if (count > 0)
-        add_last(step, count);
+      else if (!Config::query_group && any)
+        add_rest();
     }
   }
 };
-
-__device__ __forceinline__ void run_consumer(const BackwardParams& p, const Shared& shared, int group) {
-  if (Config::take_turns && group == Shape::warpgroups - 1) named_barrier_arrive<256>(turn_barrier);
-  const unsigned thread = rematerialized_thread() % 128, lane = thread % 32;
-  TileRing::Position tile_at;
-  Positions positions;
-  TileCoordinate c = shared.tile_ring.take(tile_at, lane);
-#pragma unroll 1
-  while (c.query_tile >= 0) {
-    const Work work(p, c);
-    Consumer(p, shared, group, thread, work, positions).run();
-    c = shared.tile_ring.take(tile_at, lane);
-  }
-  if (Config::bulk_add && lane == 0) bulk_wait_read();
-}
 
 }  // namespace cuflash
 
@@ -713,17 +580,13 @@ extern "C" __global__ void __launch_bounds__(cuflash::Shape::threads, 1)
   const Shared shared(shared_address(dynamic));
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
+  const Work work(params.p);
   const int role = warp_uniform(threadIdx.x / 128);
   if (role == 0) {
     give_registers<Config::query_registers>();
-    const int warp = warp_uniform(threadIdx.x / 32);
-    if constexpr (Config::query_group) {
-      QueryGroup{{params, shared}, params.p, shared, warp}.run();
-    } else if (warp == 0) {
-      Feeder{{params, shared}, params.p, shared}.run();
-    }
+    Feeder{Loader(params, shared, work), {params.p, shared, work, 0, threadIdx.x}}.run();
   } else {
     take_registers<Config::consumer_registers>();
-    run_consumer(params.p, shared, role - 1);
+    Consumer(params.p, shared, work, role - 1, rematerialized_thread() % 128).run();
   }
 }

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import ctypes
 import math
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from cuflash import jit, tma
 from cuflash.launch import (
-    BACKWARD_PARAMS_BYTES,
     BACKWARD_POINTERS,
     FORWARD_PARAMS_BYTES,
     MAX_GRID_YZ,
@@ -30,7 +28,6 @@ from cuflash.launch import (
     KernelLaunch,
 )
 from cuflash.problem import BackwardProblem, Problem
-from cuflash.tickets import tickets
 from cuflash.variants import sm80_backward as sm80
 from cuflash.variants.base import BackwardOperands, DeviceInfo, Launcher, Operand
 from cuflash.variants.cuda import CudaVariant, score_stage
@@ -102,8 +99,7 @@ class Sm90BackwardConfig:
     keys_in_registers: bool
     early_scores: bool
     take_turns: bool
-    pass_early: int
-    fetch_at: int
+    pass_early: bool
     ordered: bool
     out_vector_bytes: int
     exact_dims: bool
@@ -127,15 +123,15 @@ class Sm90BackwardConfig:
         """Dynamic shared memory of a block: sK, sV, the rings of sQ, sdO, sdS and of the rows, and room to align."""
         dims = self.tile_d + self.tile_dv
         tiles = self.tile_n * dims + self.stages * self.tile_m * dims + self.buffers * self.tile_n * self.tile_m
-        barriers = 16 * (2 + 2 * self.stages + self.buffers) + 16 * 2 + 2 * 12
+        barriers = 16 * (1 + 2 * self.stages + self.buffers)
         writers = self.bulk_add * (1 if self.query_group else self.warpgroups)
         sums = 4 * writers * 64 * self.dq_columns
         return 2 * tiles + 8 * self.stages * self.tile_m + sums + barriers + 1024
 
     @property
     def numbered(self) -> bool:
-        """Whether the kernel itself finds out which tiles a block has."""
-        return True
+        """Whether the kernel itself finds out which tile a block has."""
+        return self.ordered or self.has_band
 
     def section(self, problem: Problem, device: DeviceInfo) -> int:
         """(batch, head) pairs whose key tiles mingle: under a mask as many as share the L2 cache, a power of two."""
@@ -172,13 +168,12 @@ class _Tile:
     keys_in_registers: bool = False
     early_scores: bool = True
     take_turns: bool = True
-    pass_early: int = 0
-    fetch_at: int = 1
+    pass_early: bool = False
 
 
 _TILES = {
-    64: _Tile(2, 64, 4, 3, 64, keys_in_registers=True, pass_early=1),
-    128: _Tile(2, 64, 2, 3, 64, 232, 32, query_group=False, bulk_add=True, early_scores=False, fetch_at=0),
+    64: _Tile(2, 64, 4, 2, 64, keys_in_registers=True),
+    128: _Tile(2, 64, 2, 3, 64, 240, 24, query_group=False, bulk_add=True),
 }
 
 
@@ -299,12 +294,10 @@ def mapped(config: Sm90BackwardConfig, problem: Problem) -> Iterator[tuple[str, 
 
 
 class Sm90BackwardLaunch(KernelLaunch):
-    """Launches ``sm90_backward``: four tensor maps, BackwardParams, WorkList. Maps of the last few calls are kept."""
+    """Launches ``sm90_backward``: four tensor maps, then BackwardParams. Those of the last few calls are kept."""
 
     _KEPT = 64
     _AT = len(_MAPPED) * tma.MAP_BYTES
-    _LIST_AT = _AT + BACKWARD_PARAMS_BYTES
-    _LIST = struct.Struct("Q2i")
 
     def __init__(
         self,
@@ -315,12 +308,7 @@ class Sm90BackwardLaunch(KernelLaunch):
         device: DeviceInfo,
         params: bytes,
     ) -> None:
-        packed = bytes(self._AT) + params + bytes(self._LIST.size)
-        super().__init__(kernel, device.index, packed, config.threads, config.shared_bytes)
-        self._section = config.section(problem, device)
-        self._blocks, self._tickets = device.multiprocessors, tickets(device.index)
-        # Tiles that take equally long are shared out by turns.
-        self._unequal = config.has_band
+        super().__init__(kernel, device.index, bytes(self._AT) + params, config.threads, config.shared_bytes)
         self._encoders = [
             tma.Encoder(problem.dtype, getattr(operands, name), sizes, rows, dim)
             for name, sizes, rows, dim in mapped(config, problem)
@@ -336,11 +324,7 @@ class Sm90BackwardLaunch(KernelLaunch):
                 self._pack_maps((q, dout, k, v))
             POINTERS.pack_into(self._struct, self._AT, *pointers[:5])
             BACKWARD_POINTERS.pack_into(self._struct, self._AT + FORWARD_PARAMS_BYTES, *pointers[5:])
-            tiles = grid[0]
-            shared = self._unequal and tiles > self._blocks
-            counters = self._tickets.take(stream) if shared else 0
-            self._LIST.pack_into(self._struct, self._LIST_AT, counters, tiles, self._section)
-            self._enqueue(min(tiles, self._blocks), 1, 1, stream)
+            self._enqueue(*grid, stream)
 
     def _pack_maps(self, addresses: tuple[int, ...]) -> None:
         maps = self._maps.get(addresses)

@@ -116,8 +116,14 @@ def sm90_forward(config: Any, problem: Problem, operands: Operands, pointers: tu
         _encode(pointers[1], operands.k.strides, (p.head_dim, p.seqlen_k, p.heads_kv, p.batch), n, config.tile_d),
         _encode(pointers[2], operands.v.strides, (p.head_dim_v, p.seqlen_k, p.heads_kv, p.batch), n, config.tile_dv),
     )
+    work = tiles * p.heads_q * p.batch
+    tickets = (ctypes.c_uint * 2)()
+    address = ctypes.addressof(tickets) if way.seed % 2 else 0
     params = b"".join(maps) + POINTERS.pack(*pointers) + forward_params(p, operands, tiles, config.score)
-    _run_persistent(config, params, tiles * p.heads_q * p.batch, way)
+    params += struct.pack("Q2i", address, work, 2 if way.seed % 2 else 1)
+    run(config, params, (min(3, work), 1, 1), config.shared_bytes, way)
+    if list(tickets) != [0, 0]:
+        raise RuntimeError(f"tickets are left at {list(tickets)}")
 
 
 def backward(
@@ -144,23 +150,10 @@ def backward(
         tail = BACKWARD_POINTERS.pack(*(p.get(name, 0) for name in names))
         at = FORWARD_PARAMS_BYTES
         packed = head + params[POINTERS.size : at] + tail + params[at + BACKWARD_POINTERS.size :]
-        grid = sm80_backward_variant.grid(config, problem, problem.batch)
         if isinstance(config, sm90_backward_variant.Sm90BackwardConfig):
             packed = b"".join(_backward_maps(config, problem, operands, pointers)) + packed
-            _run_persistent(config, packed, grid[0], way)
-        else:
-            run(config, packed, grid, config.shared_bytes, way)
-
-
-def _run_persistent(config: Any, params: bytes, tiles: int, way: Way) -> None:
-    """On three multiprocessors, or one where blocks wait for others, with tiles drawn from tickets by an odd seed."""
-    counters = (ctypes.c_uint * 2)()
-    address = ctypes.addressof(counters) if way.seed % 2 else 0
-    blocks = 1 if getattr(config, "ordered", False) else 3
-    params += struct.pack("Q2i", address, tiles, 2 if way.seed % 2 else 1)
-    run(config, params, (min(blocks, tiles), 1, 1), config.shared_bytes, way)
-    if list(counters) != [0, 0]:
-        raise RuntimeError(f"tickets are left at {list(counters)}")
+        grid = sm80_backward_variant.grid(config, problem, problem.batch)
+        run(config, packed, grid, config.shared_bytes, way)
 
 
 def _backward_maps(
