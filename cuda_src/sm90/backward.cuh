@@ -51,20 +51,22 @@ struct Shape {
 
 struct Shared {
   unsigned base;
-  RingBarriers<1> keys;  // K and V, which stay
+  RingBarriers<1> k_full, v_full;  // of K and V, which stay
   Shape::Ring q_ring, dout_ring;
   Shape::ScoreRing ds_ring;  // from the warps of the consumers
 
   __device__ __forceinline__ explicit Shared(unsigned start)
       : base((start + 1023) & ~1023u),
-        keys{base + Shape::barriers_at},
-        q_ring{keys.at + RingBarriers<1>::bytes},
+        k_full{base + Shape::barriers_at},
+        v_full{k_full.at + RingBarriers<1>::bytes},
+        q_ring{v_full.at + RingBarriers<1>::bytes},
         dout_ring{q_ring.at + Shape::Ring::bytes},
         ds_ring{dout_ring.at + Shape::Ring::bytes} {}
 
   __device__ __forceinline__ void init() const {
     constexpr int consumer_warps = 4 * Shape::warpgroups;
-    keys.init(1, 2);
+    k_full.init(1);
+    v_full.init(1);
     q_ring.init(consumer_warps);
     dout_ring.init(consumer_warps);
     ds_ring.init(Config::query_group ? 4 : consumer_warps, consumer_warps);

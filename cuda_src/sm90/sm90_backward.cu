@@ -37,19 +37,23 @@ struct Loader {
   __device__ __forceinline__ Loader(const Sm90BackwardParams& params, const Shared& shared, const Work& work)
       : params(params), p(params.p), shared(shared), work(work), ahead(work.first(p)) {}
 
-  __device__ __forceinline__ void start() {
-    elected = elect_one();
-    if (!elected || !work.has(ahead)) return;
-    const int row = work.first_key, head = work.c.head, batch = work.c.batch;
-    Shape::K::load(shared.k(), params.k, shared.keys.full(0), row, p.k_head ? head : 0, p.k_batch ? batch : 0,
-                   kEvictFirst);
-    Shape::V::load(shared.v(), params.v, shared.keys.full(0), row, p.v_head ? head : 0, p.v_batch ? batch : 0,
-                   kEvictFirst);
+  // The keys go before the first queries, and the values after them.
+  __device__ __forceinline__ void load_keys() const {
+    if (elected)
+      Shape::K::load(shared.k(), params.k, shared.k_full.full(0), work.first_key, p.k_head ? work.c.head : 0,
+                     p.k_batch ? work.c.batch : 0, kEvictFirst);
+  }
+
+  __device__ __forceinline__ void load_values() const {
+    if (elected)
+      Shape::V::load(shared.v(), params.v, shared.v_full.full(0), work.first_key, p.v_head ? work.c.head : 0,
+                     p.v_batch ? work.c.batch : 0, kEvictFirst);
   }
 
   __device__ __forceinline__ bool done() const { return !work.has(ahead); }
 
-  __device__ __forceinline__ void load() {
+  __device__ __forceinline__ void load(bool first = false) {
+    if (first) load_keys();
     const int row = ahead.row_begin(), head = ahead.head, batch = work.c.batch, stage = at.stage;
     const int64 row_at = (static_cast<int64>(batch) * p.heads_q + head) * p.padded_rows + row;
     const unsigned full = shared.q_ring.full(stage);
@@ -60,6 +64,7 @@ struct Loader {
       bulk_load(shared.shift(stage), p.shift + row_at, Shape::rows_bytes / 2, full);
       bulk_load(shared.delta(stage), p.delta + row_at, Shape::rows_bytes / 2, full);
     }
+    if (first) load_values();
     shared.dout_ring.wait_empty(at);
     if (elected)
       Shape::Dout::load(shared.dout(stage), params.dout, shared.dout_ring.full(stage), row, p.dout_head ? head : 0,
@@ -187,9 +192,10 @@ struct Feeder {
     warp = warp_uniform(threadIdx.x / 32);
     const Work& work = loader.work;
     if (warp == 0) {
-      loader.start();
+      loader.elected = elect_one();
 #pragma unroll 1
-      for (int stage = 0; !loader.done() && (!Config::query_group || stage < Shape::stages); ++stage) loader.load();
+      for (int stage = 0; !loader.done() && (!Config::query_group || stage < Shape::stages); ++stage)
+        loader.load(stage == 0);
     }
     if constexpr (Config::query_group) {
 #pragma unroll 1
@@ -481,6 +487,7 @@ struct Consumer {
       }
     }
     if (Config::pass_early) pass_turn();
+    if (first && !Config::keys_in_registers) shared.v_full.wait_full({});
     shifts.fetch(shared.shift(at.stage), lane());
     issue_score_gradients(rdP);
     if (!Config::pass_early) pass_turn();
@@ -508,7 +515,7 @@ struct Consumer {
     }
   }
 
-  // The last step's dK and dV, and dQ of the one before it.
+  // The last step's dK and dV.
   __device__ __forceinline__ void end() {
     publish_scores();
     wait_turn();
@@ -549,7 +556,8 @@ struct Consumer {
     const bool any = work.has(step);
     if (any) {
       if (Config::take_turns && group == Shape::warpgroups - 1) named_barrier_arrive<256>(turn_barrier);
-      shared.keys.wait_full({});
+      shared.k_full.wait_full({});
+      if (Config::keys_in_registers) shared.v_full.wait_full({});
       rK.load(shared.k(), warp_key(), lane());
       rV.load(shared.v(), warp_key(), lane());
       bool first = true;
@@ -578,7 +586,13 @@ extern "C" __global__ void __launch_bounds__(cuflash::Shape::threads, 1)
   using namespace cuflash;
   extern __shared__ char dynamic[];
   const Shared shared(shared_address(dynamic));
-  if (threadIdx.x == 0) shared.init();
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(params.k);
+    prefetch_tensor_map(params.q);
+    prefetch_tensor_map(params.v);
+    prefetch_tensor_map(params.dout);
+    shared.init();
+  }
   __syncthreads();
   const Work work(params.p);
   const int role = warp_uniform(threadIdx.x / 128);

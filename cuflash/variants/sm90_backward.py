@@ -123,7 +123,7 @@ class Sm90BackwardConfig:
         """Dynamic shared memory of a block: sK, sV, the rings of sQ, sdO, sdS and of the rows, and room to align."""
         dims = self.tile_d + self.tile_dv
         tiles = self.tile_n * dims + self.stages * self.tile_m * dims + self.buffers * self.tile_n * self.tile_m
-        barriers = 16 * (1 + 2 * self.stages + self.buffers)
+        barriers = 16 * (2 + 2 * self.stages + self.buffers)
         writers = self.bulk_add * (1 if self.query_group else self.warpgroups)
         sums = 4 * writers * 64 * self.dq_columns
         return 2 * tiles + 8 * self.stages * self.tile_m + sums + barriers + 1024
@@ -173,7 +173,7 @@ class _Tile:
 
 _TILES = {
     64: _Tile(2, 64, 4, 2, 64, keys_in_registers=True),
-    128: _Tile(2, 64, 2, 3, 64, 240, 24, query_group=False, bulk_add=True),
+    128: _Tile(2, 64, 2, 3, 64, 240, 24, query_group=False, bulk_add=True, early_scores=False),
 }
 
 
