@@ -47,6 +47,15 @@ __device__ __forceinline__ float2 load_shared_float2(unsigned address) {
   return value;
 }
 
+__device__ __forceinline__ float4 load_shared_float4(unsigned address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
 __device__ __forceinline__ const char* load_shared_pointer(unsigned address) {
   const char* value;
   asm volatile("ld.shared.b64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");

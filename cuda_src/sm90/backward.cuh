@@ -20,8 +20,9 @@ struct Sm90BackwardParams {
 struct Shape {
   using Element = Config::element;
   static constexpr int warpgroups = Config::warpgroups, stages = Config::stages, buffers = Config::buffers;
-  static constexpr int tile_m = Config::tile_m, tile_n = 64 * warpgroups;
+  static constexpr int tile_m = Config::tile_m, tile_n = Config::tile_n;
   static constexpr int tile_d = Config::tile_d, tile_dv = Config::tile_dv;
+  static constexpr bool split_keys = tile_n > 64;  // whether each warpgroup has keys of its own
   static constexpr int consumers = 128 * warpgroups, threads = consumers + 128;
   static constexpr int m_blocks = tile_m / 8, d_blocks = tile_d / 8, dv_blocks = tile_dv / 8;
   static constexpr int dq_columns = Config::dq_columns, dq_blocks = dq_columns / 8;
@@ -35,12 +36,14 @@ struct Shape {
   static constexpr int rows_bytes = 2 * 4 * tile_m;
   // Shared memory, from a multiple of 1024: sK (tile_n, tile_d); sV (tile_n, tile_dv); sQ (stages, tile_m, tile_d);
   // sdO (stages, tile_m, tile_dv); sdS (buffers, tile_n, tile_m), transposed; the rows' shifts and deltas (stages, 2,
-  // tile_m); dQ on its way out of a warpgroup (dq_writers, 64, dq_columns); the barriers.
+  // tile_m); dQ on its way out of a warpgroup (dq_writers, 64, dq_columns); P^T in float32 between
+  // warpgroups that share keys (tile_n, tile_m); the barriers.
   static constexpr int v_at = K::bytes, q_at = v_at + V::bytes, dout_at = q_at + stages * Q::bytes;
   static constexpr int ds_at = dout_at + stages * Dout::bytes, rows_at = ds_at + buffers * Scores::bytes;
   static constexpr int dq_at = rows_at + stages * rows_bytes, dq_bytes = 4 * 64 * dq_columns;
   static constexpr int dq_writers = !Config::bulk_add ? 0 : Config::query_group ? 1 : warpgroups;
-  static constexpr int barriers_at = dq_at + dq_writers * dq_bytes;
+  static constexpr int weights_at = dq_at + dq_writers * dq_bytes, weights_bytes = split_keys ? 0 : 4 * tile_n * tile_m;
+  static constexpr int barriers_at = weights_at + weights_bytes;
   // A block has the registers that it was launched with.
   static constexpr int launch_registers = 65536 / threads / 8 * 8;
   // static_assert(consumers * Config::consumer_registers + 128 * Config::query_registers <= threads *
@@ -53,7 +56,8 @@ struct Shared {
   unsigned base;
   RingBarriers<1> k_full, v_full;  // of K and V, which stay
   Shape::Ring q_ring, dout_ring;
-  Shape::ScoreRing ds_ring;  // from the warps of the consumers
+  Shape::ScoreRing ds_ring;      // from the warps of the consumers
+  RingBarriers<1> weights_ring;  // from one warpgroup to another that shares its keys
 
   __device__ __forceinline__ explicit Shared(unsigned start)
       : base((start + 1023) & ~1023u),
@@ -61,7 +65,8 @@ struct Shared {
         v_full{k_full.at + RingBarriers<1>::bytes},
         q_ring{v_full.at + RingBarriers<1>::bytes},
         dout_ring{q_ring.at + Shape::Ring::bytes},
-        ds_ring{dout_ring.at + Shape::Ring::bytes} {}
+        ds_ring{dout_ring.at + Shape::Ring::bytes},
+        weights_ring{ds_ring.at + Shape::ScoreRing::bytes} {}
 
   __device__ __forceinline__ void init() const {
     constexpr int consumer_warps = 4 * Shape::warpgroups;
@@ -69,7 +74,8 @@ struct Shared {
     v_full.init(1);
     q_ring.init(consumer_warps);
     dout_ring.init(consumer_warps);
-    ds_ring.init(Config::query_group ? 4 : consumer_warps, consumer_warps);
+    ds_ring.init(Config::query_group ? 4 : consumer_warps, Shape::split_keys ? consumer_warps : 4);
+    weights_ring.init(4, 4);
     mbarrier_init_fence();
   }
 
@@ -86,8 +92,18 @@ struct Shared {
     return base + Shape::rows_at + stage * Shape::rows_bytes;
   }
   __device__ __forceinline__ unsigned dq(int writer) const { return base + Shape::dq_at + writer * Shape::dq_bytes; }
+  __device__ __forceinline__ unsigned weights() const { return base + Shape::weights_at; }
   __device__ __forceinline__ unsigned delta(int stage) const { return shift(stage) + Shape::rows_bytes / 2; }
 };
+
+// By one thread, first of all.
+__device__ __forceinline__ void start(const Sm90BackwardParams& params, const Shared& shared) {
+  prefetch_tensor_map(params.k);
+  prefetch_tensor_map(params.q);
+  prefetch_tensor_map(params.v);
+  prefetch_tensor_map(params.dout);
+  shared.init();
+}
 
 // A block's way through the query tiles that see its keys: all tiles of one head, then those of the next.
 struct QueryStep {

@@ -18,6 +18,10 @@ struct RingPosition {
       round ^= 1;
     }
   }
+
+  __device__ __forceinline__ RingPosition before() const {
+    return stage > 0 ? RingPosition{stage - 1, round} : RingPosition{Stages - 1, round ^ 1};
+  }
 };
 
 // The barriers of a ring: full[Stages], then empty[Stages], 8 bytes each.

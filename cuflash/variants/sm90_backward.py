@@ -48,9 +48,9 @@ class Sm90BackwardConfig:
     tile_d, tile_dv : int
         Head dims rounded up to a tile.
     warpgroups : int
-        Warpgroups that make dk and dv, 64 keys each.
-    tile_m : int
-        Query rows of a tile.
+        Warpgroups that make dk and dv.
+    tile_m, tile_n : int
+        Query rows and keys of a tile.
     stages : int
         Tiles in each of the rings of q and dout.
     buffers : int
@@ -89,6 +89,7 @@ class Sm90BackwardConfig:
     tile_dv: int
     warpgroups: int
     tile_m: int
+    tile_n: int
     stages: int
     buffers: int
     dq_columns: int
@@ -109,11 +110,6 @@ class Sm90BackwardConfig:
     blocks_per_sm: ClassVar[int] = 1
 
     @property
-    def tile_n(self) -> int:
-        """Keys of a tile."""
-        return 64 * self.warpgroups
-
-    @property
     def threads(self) -> int:
         """Threads of a block: the warpgroup of dq comes on top."""
         return 128 * (self.warpgroups + 1)
@@ -123,10 +119,11 @@ class Sm90BackwardConfig:
         """Dynamic shared memory of a block: sK, sV, the rings of sQ, sdO, sdS and of the rows, and room to align."""
         dims = self.tile_d + self.tile_dv
         tiles = self.tile_n * dims + self.stages * self.tile_m * dims + self.buffers * self.tile_n * self.tile_m
-        barriers = 16 * (2 + 2 * self.stages + self.buffers)
+        barriers = 16 * (3 + 2 * self.stages + self.buffers)
         writers = self.bulk_add * (1 if self.query_group else self.warpgroups)
         sums = 4 * writers * 64 * self.dq_columns
-        return 2 * tiles + 8 * self.stages * self.tile_m + sums + barriers + 1024
+        weights = 4 * self.tile_n * self.tile_m if self.tile_n == 64 else 0
+        return 2 * tiles + 8 * self.stages * self.tile_m + sums + weights + barriers + 1024
 
     @property
     def numbered(self) -> bool:
@@ -153,11 +150,20 @@ class Sm90BackwardConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Sm90BackwardWideConfig(Sm90BackwardConfig):
+    """The same of ``sm90_backward_wide``, whose two warpgroups share the keys: one makes dv, the other dk."""
+
+    source: ClassVar[str] = "sm90/sm90_backward_wide.cu"
+    kernel: ClassVar[str] = "sm90_backward_wide"
+
+
+@dataclass(frozen=True, slots=True)
 class _Tile:
-    """How to tile head dims up to `max_dim`."""
+    """How to tile one pair of head dims."""
 
     warpgroups: int
     tile_m: int
+    tile_n: int
     stages: int
     buffers: int
     dq_columns: int
@@ -171,15 +177,20 @@ class _Tile:
     pass_early: bool = False
 
 
+# By (tile_d, tile_dv), smaller ones first.
 _TILES = {
-    64: _Tile(2, 64, 4, 2, 64, keys_in_registers=True),
-    128: _Tile(2, 64, 2, 3, 64, 240, 24, query_group=False, bulk_add=True, early_scores=False),
+    (64, 64): _Tile(2, 64, 128, 4, 2, 64, keys_in_registers=True),
+    (96, 96): _Tile(2, 64, 128, 3, 2, 96, 208, 88, early_scores=False),
+    (128, 128): _Tile(2, 64, 128, 2, 3, 64, 240, 24, query_group=False, bulk_add=True, early_scores=False),
+    (192, 128): _Tile(2, 64, 64, 3, 2, 64, take_turns=False),
+    (192, 192): _Tile(2, 64, 64, 3, 2, 64, take_turns=False),
+    (256, 256): _Tile(2, 64, 64, 2, 2, 64, take_turns=False),
 }
 
 
-def _tile_dim(problem: Problem) -> int:
-    largest = max(problem.head_dim, problem.head_dim_v)
-    return next((dim for dim in _TILES if largest <= dim), 0)
+def _tile_dims(problem: Problem) -> tuple[int, int]:
+    """The smallest tile that holds the head dims, which are at most 256."""
+    return next((d, dv) for d, dv in _TILES if problem.head_dim <= d and problem.head_dim_v <= dv)
 
 
 def _workspace_shapes(problem: Problem, deterministic: bool, tile_d: int) -> dict[str, tuple[int, ...]]:
@@ -197,8 +208,10 @@ def _workspace_shapes(problem: Problem, deterministic: bool, tile_d: int) -> dic
 
 def backward_config(problem: Problem, operands: BackwardOperands, *, deterministic: bool = False) -> Sm90BackwardConfig:
     """The Config of the kernel that computes dk, dv and the sums of dq."""
-    tile_d = tile_dv = _tile_dim(problem)
-    return Sm90BackwardConfig(
+    tile_d, tile_dv = _tile_dims(problem)
+    tile = _TILES[tile_d, tile_dv]
+    kind = Sm90BackwardWideConfig if tile.tile_n == 64 else Sm90BackwardConfig
+    return kind(
         element=problem.dtype,
         tile_d=tile_d,
         tile_dv=tile_dv,
@@ -207,7 +220,7 @@ def backward_config(problem: Problem, operands: BackwardOperands, *, determinist
         exact_dims=(problem.head_dim, problem.head_dim_v) == (tile_d, tile_dv),
         has_band=problem.has_band,
         score=score_stage(problem),
-        **asdict(_TILES[tile_d]),
+        **asdict(tile),
     )
 
 
@@ -225,8 +238,6 @@ class Sm90Backward(CudaVariant):
         """Why the problem cannot run, or None."""
         if reason := self.unsuitable(problem, device):
             return reason
-        if _tile_dim(problem) == 0:
-            return f"takes head dims up to {max(_TILES)}"
         for name in _MAPPED:
             seqlen = problem.seqlen_q if name in ("q", "dout") else problem.seqlen_k
             if reason := tma.cannot_describe(getattr(operands, name), seqlen, problem.itemsize):
@@ -340,17 +351,17 @@ class Sm90BackwardLaunch(KernelLaunch):
 
 def ci_configs() -> Iterator[tuple[Any, str, tuple[str, ...]]]:
     """See :func:`cuflash.variants.ci_configs`."""
-    cases: list[dict[str, Any]] = [{"d": d} for d in _TILES]
+    cases: list[dict[str, Any]] = [{"d": dims} for dims in _TILES]
     extras: tuple[dict[str, Any], ...]
     extras = ({"dtype": "float16"}, {"scale": -1.0}, {"align": 2}, {"align": 4}, {"softcap": 30.0})
     extras += ({"deterministic": True},)
-    cases += [{"d": d, **extra} for d in _TILES for extra in extras]
-    cases += [{"d": d - 8} for d in _TILES]
+    cases += [{"d": dims, **extra} for dims in _TILES for extra in extras]
+    cases += [{"d": (d - 8, dv - 8)} for d, dv in _TILES]
     for case in cases:
-        d = case["d"]
+        d, dv = case["d"]
         for upper in (None, 0):
             problem = Problem(
-                1, 256, 256, 1, 1, d, d, case.get("dtype", "bfloat16"), case.get("scale", 1.0),
+                1, 256, 256, 1, 1, d, dv, case.get("dtype", "bfloat16"), case.get("scale", 1.0),
                 softcap=case.get("softcap", 0.0), diag_upper=upper,
             )  # fmt: skip
             operand, result = Operand((0, 0, 0), 16), Operand((0, 0, 0), case.get("align", 16))

@@ -27,6 +27,10 @@ inline float2 load_shared_float2(unsigned address) {
   return emulator::read_shared<float2>(address);
 }
 
+inline float4 load_shared_float4(unsigned address) {
+  return emulator::read_shared<float4>(address);
+}
+
 inline const char* load_shared_pointer(unsigned address) {
   return emulator::read_shared<const char*>(address);
 }

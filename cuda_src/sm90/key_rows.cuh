@@ -1,0 +1,189 @@
+// For the sm90 backward kernels: what a warpgroup does with the transposed scores of 64 keys, S^T = K Q^T and
+// dP^T = V dO^T, whose rounded P^T and dS^T feed dV += P^T dO and dK += dS^T Q from registers.
+#pragma once
+
+#include "core/mask.cuh"
+#include "core/score.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/special.cuh"
+#include "ptx/stmatrix.cuh"
+#include "sm90/backward.cuh"
+#include "sm90/output.cuh"
+
+namespace cuflash {
+
+struct KeyRows {
+  using Scores = float[1][Shape::m_blocks][4];       // (64 keys, tile_m queries)
+  using Operand = unsigned[Shape::m_blocks / 2][4];  // the same, rounded
+  // This warpgroup's keys or values: in shared memory, or in registers as fragments of 16 columns.
+  template <class Keys>
+  struct KeyOperand {
+    static constexpr int blocks = Keys::panels * Keys::panel_columns / 16;
+    unsigned r[Config::keys_in_registers ? blocks : 1][4];
+
+    __device__ __forceinline__ void load(unsigned sKeys, int warp_key, unsigned lane) {
+#pragma unroll
+      for (int k = 0; k < (Config::keys_in_registers ? blocks : 0); ++k)
+        ldmatrix_x4(r[k], sKeys + Keys::chunk(warp_key + lane % 16, 2 * k + lane / 16));
+    }
+  };
+
+  const BackwardParams& p;
+  const Shared& shared;
+  const Work& work;
+  int group;
+  unsigned thread;  // of the warpgroup, held in a register: shared memory's queue is slow to tell it
+  __device__ __forceinline__ unsigned lane() const { return thread % 32; }
+  __device__ __forceinline__ unsigned warp_key() const { return 64 * group + thread / 32 * 16; }
+  __device__ __forceinline__ unsigned key() const { return warp_key() + lane() / 4; }  // its first in the tile
+
+  // r = A B^T, not waited for: keys by queries.
+  template <class Keys, class Queries>
+  __device__ __forceinline__ void issue_product(Scores& r, const KeyOperand<Keys>& keys, unsigned sKeys,
+                                                unsigned sQueries) const {
+    using Product = Wgmma<Shape::tile_m, Shape::Element>;
+    wgmma_fence();
+    const uint64 a = Keys::columns_deep | (sKeys + 64 * group * Keys::row_bytes) >> 4;
+    const uint64 b = Queries::columns_deep | sQueries >> 4;
+#pragma unroll
+    for (int k = 0; k < KeyOperand<Keys>::blocks; ++k) {
+      const uint64 queries = b + (Queries::column_block(k) >> 4);
+      if constexpr (Config::keys_in_registers) {
+        Product::template rs<0>(r, keys.r[k], queries, k > 0);
+      } else {
+        Product::template ss<0>(r, a + (Keys::column_block(k) >> 4), queries, k > 0);
+      }
+    }
+    wgmma_commit();
+  }
+
+  // r += A X, not waited for, where A is P^T or dS^T.
+  template <class Queries, int Blocks>
+  __device__ __forceinline__ void issue_gradient(float (&r)[1][Blocks][4], const Operand& a, unsigned sQueries) const {
+    wgmma_fence();
+    const uint64 b = Queries::rows_deep | sQueries >> 4;
+#pragma unroll
+    for (int k = 0; k < Shape::tile_m / 16; ++k)
+      Wgmma<8 * Blocks, Shape::Element>::template rs<1>(r, a[k], b + (k * 16 * Queries::row_bytes >> 4), 1);
+    wgmma_commit();
+  }
+
+  // The shifts or deltas of this thread's queries, some of them fetched ahead: shared memory is slow to answer while
+  // the tensor cores read it.
+  struct QueryRows {
+    static constexpr int window = Shape::m_blocks < 8 ? Shape::m_blocks : 8;
+    unsigned at;
+    float2 next[window];
+
+    __device__ __forceinline__ void fetch(unsigned rows, unsigned lane) {
+      at = rows + 8 * (lane % 4);
+#pragma unroll
+      for (int m = 0; m < window; ++m) next[m] = load_shared_float2(at + 32 * m);
+    }
+
+    // Of block m, once each and in order.
+    __device__ __forceinline__ float2 take(int m) {
+      const float2 value = next[m % window];
+      if (m + window < Shape::m_blocks) next[m % window] = load_shared_float2(at + 32 * (m + window));
+      return value;
+    }
+  };
+
+  // rS from q.k to P^T.
+  __device__ __forceinline__ void weigh(Scores& rS, QueryRows& shifts) const {
+#pragma unroll
+    for (int m = 0; m < Shape::m_blocks; ++m) {
+      const float2 shift = shifts.take(m);
+      Config::score::apply(rS[0][m], p);
+      exponentiate(rS[0][m], shift);
+    }
+  }
+
+  __device__ __forceinline__ void exponentiate(float (&s)[4], const float2& shift) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[i] = exp2_approx(fmaf(s[i], p.exp2_scale, -(i % 2 ? shift.y : shift.x)));
+  }
+
+  // rdP from dP to dS^T.
+  __device__ __forceinline__ void differentiate_softmax(const Scores& rP, Scores& rdP, QueryRows& deltas) const {
+#pragma unroll
+    for (int m = 0; m < Shape::m_blocks; ++m) {
+      const float2 delta = deltas.take(m);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rdP[0][m][i] = rP[0][m][i] * (rdP[0][m][i] - (i % 2 ? delta.y : delta.x));
+    }
+  }
+
+  // Both at once, where the score stage bends scores.
+  __device__ __forceinline__ void weigh_and_differentiate(Scores& rS, Scores& rdP, QueryRows& shifts,
+                                                          QueryRows& deltas) const {
+#pragma unroll
+    for (int m = 0; m < Shape::m_blocks; ++m) {
+      const float2 shift = shifts.take(m), delta = deltas.take(m);
+      float slope[4];
+      Config::score::apply(rS[0][m], slope, p);
+      exponentiate(rS[0][m], shift);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rdP[0][m][i] = rS[0][m][i] * (rdP[0][m][i] - (i % 2 ? delta.y : delta.x)) * slope[i];
+    }
+  }
+
+  __device__ __forceinline__ void clear_hidden(Scores& r, const QueryStep& step) const {
+    for_each_hidden<Config::has_band, true, 1, Shape::m_blocks>(ScoreBand::of_keys(p), work.first_key + key(),
+                                                                step.row_begin() + 2 * (lane() % 4),
+                                                                [&](int, int m, int i) { r[0][m][i] = 0.0f; });
+  }
+
+  static __device__ __forceinline__ void pack_operand(Operand& a, const Scores& r) {
+#pragma unroll
+    for (int m = 0; m < Shape::m_blocks; ++m) {
+      a[m / 2][2 * (m % 2)] = pack<Shape::Element>(r[0][m][0], r[0][m][1]);
+      a[m / 2][2 * (m % 2) + 1] = pack<Shape::Element>(r[0][m][2], r[0][m][3]);
+    }
+  }
+
+  // dS^T to shared memory, for dQ.
+  __device__ __forceinline__ void store_scores(const Shape::ScoreRing::Position& ds_at, const Operand& rdS) const {
+    shared.ds_ring.wait_empty(ds_at);
+    const unsigned t = made_anew(thread), row = 64 * group + t / 32 * 16 + t % 16;
+    const unsigned first = shared.ds(ds_at.stage) + Shape::Scores::chunk(row, t / 16 % 2);
+#pragma unroll
+    for (int k = 0; k < Shape::tile_m / 16; ++k)  // the swizzle makes of a column a constant to XOR
+      stmatrix_x4((first ^ k % 4 << 5) + k / 4 * Shape::Scores::panel_bytes, rdS[k]);
+  }
+
+  // dS^T of the step before to whoever makes dQ. Its stores have to be complete: better later.
+  __device__ __forceinline__ void publish_scores(Shape::ScoreRing::Position& ds_at) const {
+    fence_async_proxy();
+    __syncwarp();
+    if (lane() == 0) shared.ds_ring.publish(ds_at);
+    ds_at.advance();
+  }
+
+  __device__ __forceinline__ bool needs_mask_here(const QueryStep& step) const {
+    return needs_mask<Config::has_band, Shape::tile_m, 64>(p, step.row_begin(),
+                                                           work.c.key_tile * (Shape::tile_n / 64) + group);
+  }
+
+  // Rows of dK or dV, times a factor.
+  template <int Blocks>
+  __device__ __forceinline__ void write(const float (&r)[1][Blocks][4], float factor, void* base, int64 batch,
+                                        int64 row, int64 head, int dim) const {
+    const int64 first = work.first_key;
+    char* rows = static_cast<char*>(base) + work.c.batch * batch + work.c.head * head + first * row;
+    store_rows<Shape::Element, Config::out_vector_bytes, Config::exact_dims>(
+        r, [=](int) { return factor; }, rows, row, key(), p.seqlen_k - work.first_key, dim, lane());
+  }
+
+  template <int Blocks>
+  __device__ __forceinline__ void write_values(const float (&rdV)[1][Blocks][4]) const {
+    write(rdV, 1.0f, p.dv, p.dv_batch, p.dv_row, p.dv_head, p.head_dim_v);
+  }
+
+  template <int Blocks>
+  __device__ __forceinline__ void write_keys(const float (&rdK)[1][Blocks][4]) const {
+    write(rdK, p.gradient_scale, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.head_dim);
+  }
+};
+
+}  // namespace cuflash
