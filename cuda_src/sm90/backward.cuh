@@ -114,15 +114,16 @@ struct QueryStep {
 
 struct Work {
   KeyTileCoordinate c;
-  int first_key, end_head;
+  int end_head;
   QueryTiles tiles;
 
-  __device__ __forceinline__ explicit Work(const BackwardParams& p)
-      : c(coordinate(p)), first_key(c.key_tile * Shape::tile_n) {
-    const QueryTiles t = of_keys(p, first_key);
+  __device__ __forceinline__ explicit Work(const BackwardParams& p) : c(coordinate(p)) {
+    const QueryTiles t = of_keys(p, first_key());
     tiles = {in_uniform_register(t.first), in_uniform_register(t.last)};
     end_head = tiles.first < tiles.last ? (c.head + 1) * p.group : 0;
   }
+
+  __device__ __forceinline__ int first_key() const { return c.key_tile * Shape::tile_n; }
 
   static __device__ __forceinline__ KeyTileCoordinate coordinate(const BackwardParams& p) {
     const int tiles = (p.seqlen_k + Shape::tile_n - 1) / Shape::tile_n;

@@ -129,7 +129,7 @@ struct KeyRows {
   }
 
   __device__ __forceinline__ void clear_hidden(Scores& r, const QueryStep& step) const {
-    for_each_hidden<Config::has_band, true, 1, Shape::m_blocks>(ScoreBand::of_keys(p), work.first_key + key(),
+    for_each_hidden<Config::has_band, true, 1, Shape::m_blocks>(ScoreBand::of_keys(p), work.first_key() + key(),
                                                                 step.row_begin() + 2 * (lane() % 4),
                                                                 [&](int, int m, int i) { r[0][m][i] = 0.0f; });
   }
@@ -169,10 +169,10 @@ struct KeyRows {
   template <int Blocks>
   __device__ __forceinline__ void write(const float (&r)[1][Blocks][4], float factor, void* base, int64 batch,
                                         int64 row, int64 head, int dim) const {
-    const int64 first = work.first_key;
+    const int64 first = work.first_key();
     char* rows = static_cast<char*>(base) + work.c.batch * batch + work.c.head * head + first * row;
     store_rows<Shape::Element, Config::out_vector_bytes, Config::exact_dims>(
-        r, [=](int) { return factor; }, rows, row, key(), p.seqlen_k - work.first_key, dim, lane());
+        r, [=](int) { return factor; }, rows, row, key(), p.seqlen_k - work.first_key(), dim, lane());
   }
 
   template <int Blocks>

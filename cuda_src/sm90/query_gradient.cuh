@@ -29,13 +29,13 @@ struct Loader {
   // The keys go before the first queries, and the values after them.
   __device__ __forceinline__ void load_keys() const {
     if (elected)
-      Shape::K::load(shared.k(), params.k, shared.k_full.full(0), work.first_key, p.k_head ? work.c.head : 0,
+      Shape::K::load(shared.k(), params.k, shared.k_full.full(0), work.first_key(), p.k_head ? work.c.head : 0,
                      p.k_batch ? work.c.batch : 0, kEvictFirst);
   }
 
   __device__ __forceinline__ void load_values() const {
     if (elected)
-      Shape::V::load(shared.v(), params.v, shared.v_full.full(0), work.first_key, p.v_head ? work.c.head : 0,
+      Shape::V::load(shared.v(), params.v, shared.v_full.full(0), work.first_key(), p.v_head ? work.c.head : 0,
                      p.v_batch ? work.c.batch : 0, kEvictFirst);
   }
 
@@ -141,7 +141,7 @@ struct QueryGradient {
   // The block before this one in turn has the next keys.
   __device__ __forceinline__ void wait_turn(const QueryStep& step, int part) const {
     if (Config::ordered && (part == 0 || !Config::query_group) &&
-        work.of_keys(p, work.first_key + Shape::tile_n).contains(step.tile))
+        work.of_keys(p, work.first_key() + Shape::tile_n).contains(step.tile))
       turn(step, part).wait(work.c.before);
   }
 

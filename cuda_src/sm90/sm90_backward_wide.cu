@@ -177,13 +177,14 @@ extern "C" __global__ void __launch_bounds__(cuflash::Shape::threads, 1)
   const Shared shared(shared_address(dynamic));
   if (threadIdx.x == 0) start(params, shared);
   __syncthreads();
-  const Work work(params.p);
   const int role = warp_uniform(threadIdx.x / 128);
   if (role == 0) {
     give_registers<Config::query_registers>();
+    const Work work(params.p);
     Feeder{Loader(params, shared, work), {params.p, shared, work, 0, threadIdx.x}}.run();
   } else {
     take_registers<Config::consumer_registers>();
+    const Work work(params.p);
     const KeyRows rows{params.p, shared, work, 0, rematerialized_thread() % 128};
     if (role == 1) {
       ValueGroup{rows}.run();
