@@ -24,9 +24,9 @@ POINTERS = struct.Struct("5Q")
 _REST = struct.Struct("12q9i3f")
 FORWARD_PARAMS_BYTES = POINTERS.size + _REST.size
 
-# struct BackwardParams: a ForwardParams, then nine pointers (dout, dlse, dq, dk, dv, delta, dq_sum, turns, shift), then
+# struct BackwardParams: a ForwardParams, then ten pointers (dout, dlse, dq, dk, dv, delta, dq_sum, turns, shift, weightless), then
 #   int64 dout_batch, dout_row, dout_head, dq_..., dk_..., dv_...;  int padded_rows;  float gradient_scale;  int section
-BACKWARD_POINTERS = struct.Struct("9Q")
+BACKWARD_POINTERS = struct.Struct("10Q")
 _BACKWARD_REST = struct.Struct("12qifi4x")
 BACKWARD_PARAMS_BYTES = FORWARD_PARAMS_BYTES + BACKWARD_POINTERS.size + _BACKWARD_REST.size
 
@@ -201,7 +201,23 @@ class BackwardLaunch(KernelLaunch):
     """
 
     # The pointers.
-    NAMES = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "delta", "dq_sum", "turns", "shift")
+    NAMES = (
+        "q",
+        "k",
+        "v",
+        "out",
+        "lse",
+        "dout",
+        "dlse",
+        "dq",
+        "dk",
+        "dv",
+        "delta",
+        "dq_sum",
+        "turns",
+        "shift",
+        "weightless",
+    )
 
     def __call__(self, pointers: Sequence[int], grid: tuple[int, int, int], stream: int) -> None:
         """Enqueue a grid; `pointers` in the order of ``NAMES``."""

@@ -52,4 +52,41 @@ __device__ __forceinline__ void add_nonfinite_values(float (&rO)[MTiles][DTiles]
   }
 }
 
+// In the backward pass: P and dS are 0 for a hidden pair, but 0 * NaN is NaN inside the matrix products. So they
+// multiply what is finite, and this adds the rest: acc (row, column) += sum of a(k, row) * b(k, column) over the inf
+// and NaN of b at those k in [0, Count) that visible(k, m, half) names. a gives one number, b a packed pair of
+// neighbouring columns.
+template <class Element, int Count, int MTiles, int NTiles, class Visible, class A, class B>
+__device__ __forceinline__ void add_visible_nonfinite(float (&acc)[MTiles][NTiles][4], Visible&& visible, A&& a,
+                                                      B&& b) {
+#pragma unroll 1
+  for (int k = 0; k < Count; ++k) {
+    float weight[MTiles][2];
+    bool seen[MTiles][2];
+#pragma unroll
+    for (int m = 0; m < MTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        seen[m][half] = visible(k, m, half);
+        weight[m][half] = a(k, m, half);
+      }
+#pragma unroll
+    for (int n = 0; n < NTiles; ++n) {
+      const unsigned pair = b(k, n);
+      if (!any_nonfinite<Element>(pair)) continue;
+      const unsigned only = pair & ~finite_or_zero<Element>(pair);  // the finite half, if any, becomes 0
+      const float low = unpack<Element>(static_cast<unsigned short>(only));
+      const float high = unpack<Element>(static_cast<unsigned short>(only >> 16));
+#pragma unroll
+      for (int m = 0; m < MTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (!seen[m][half]) continue;
+          acc[m][n][2 * half] = fmaf(weight[m][half], low, acc[m][n][2 * half]);
+          acc[m][n][2 * half + 1] = fmaf(weight[m][half], high, acc[m][n][2 * half + 1]);
+        }
+    }
+  }
+}
+
 }  // namespace cuflash

@@ -37,6 +37,7 @@ struct BackwardParams : ForwardParams {
   float* dq_sum;      // workspace (batch, heads_q, padded_rows, tile_d) in the order of core/dq_sum.cuh
   unsigned* turns;    // workspace (batch, heads_q, padded_rows / 32): see core/turns.cuh; or null
   float* shift;       // workspace (batch, heads_q, padded_rows): what is subtracted from exponents; or null
+  uint4* weightless;  // workspace (batch, heads_q, padded_rows / 64): whether a row there is weightless; with shift
   // Strides in bytes.
   int64 dout_batch, dout_row, dout_head;
   int64 dq_batch, dq_row, dq_head;

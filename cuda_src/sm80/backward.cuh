@@ -8,6 +8,7 @@
 #pragma once
 
 #include "core/mask.cuh"
+#include "core/nonfinite.cuh"
 #include "core/score.cuh"
 #include "core/seqlen.cuh"
 #include "ptx/shared.cuh"
@@ -305,42 +306,8 @@ __device__ __forceinline__ void query_gradient_columns(const GradientOperand& rd
   }
 }
 
-// Inf and NaN under a mask: P and dS are 0 for a hidden pair, but 0 * NaN is NaN inside the matrix products. A pair of
-// tiles that needs a mask and holds one multiplies with FiniteOnly, so that what sees none keeps its bits, and adds
-// the rest here: acc (row, column) += sum of a(k, row) * b(k, column) over the inf and NaN of b at those k in [0,
-// Count) that visible(k, m, half) names. a gives one number, b a packed pair of neighbouring columns.
-template <int Count, int MTiles, int NTiles, class Visible, class A, class B>
-__device__ __forceinline__ void add_visible_nonfinite(float (&acc)[MTiles][NTiles][4], Visible&& visible, A&& a,
-                                                      B&& b) {
-#pragma unroll 1
-  for (int k = 0; k < Count; ++k) {
-    float weight[MTiles][2];
-    bool seen[MTiles][2];
-#pragma unroll
-    for (int m = 0; m < MTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        seen[m][half] = visible(k, m, half);
-        weight[m][half] = a(k, m, half);
-      }
-#pragma unroll
-    for (int n = 0; n < NTiles; ++n) {
-      const unsigned pair = b(k, n);
-      if (!any_nonfinite<Shape::Element>(pair)) continue;
-      const unsigned only = pair & ~finite_or_zero<Shape::Element>(pair);  // the finite half, if any, becomes 0
-      const float low = unpack<Shape::Element>(static_cast<unsigned short>(only));
-      const float high = unpack<Shape::Element>(static_cast<unsigned short>(only >> 16));
-#pragma unroll
-      for (int m = 0; m < MTiles; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (!seen[m][half]) continue;
-          acc[m][n][2 * half] = fmaf(weight[m][half], low, acc[m][n][2 * half]);
-          acc[m][n][2 * half + 1] = fmaf(weight[m][half], high, acc[m][n][2 * half + 1]);
-        }
-    }
-  }
-}
+// Inf and NaN under a mask: a pair of tiles that needs a mask and holds one multiplies with FiniteOnly, so that what
+// sees none keeps its bits, and adds the rest by add_visible_nonfinite.
 
 // The number of P or dS at (row, key).
 __device__ __forceinline__ float load_score(unsigned sScores, int row, int key) {
@@ -353,7 +320,7 @@ __device__ __forceinline__ void add_nonfinite_keys(GradientColumns& r, int d, un
                                                    const BackwardParams& p, int row_begin, int first_key) {
   const ScoreWarp w;
   const auto row = [&](int m, int half) { return w.query_row() + 16 * m + 8 * half + w.lane / 4; };
-  add_visible_nonfinite<Shape::tile_n>(
+  add_visible_nonfinite<Shape::Element, Shape::tile_n>(
       r,
       [&](int k, int m, int half) {
         return VisibleKeys::of_row<Config::has_band>(p, row_begin + row(m, half)).contains(first_key + k);

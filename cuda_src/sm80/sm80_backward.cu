@@ -85,7 +85,7 @@ struct KeyGradient {
     const KeyWarp w;
     const auto key = [&](int m, int half) { return fragment_key(w, m, half) + w.lane / 4; };
     accumulate<true>(sScores, sX);
-    add_visible_nonfinite<Shape::tile_m>(
+    add_visible_nonfinite<Shape::Element, Shape::tile_m>(
         r,
         [&](int k, int m, int half) {
           return VisibleKeys::of_row<Config::has_band>(p, row_begin + k).contains(first_key + key(m, half));

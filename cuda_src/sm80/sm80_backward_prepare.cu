@@ -18,7 +18,8 @@
 namespace cuflash {
 
 constexpr int kThreads = 32 * Config::warps;
-static_assert(Config::tile_m == 16 * Config::warps, "16 rows a warp");
+constexpr int kWeightlessRows = 64;  // for which there is a word
+static_assert(Config::tile_m == 16 * Config::warps && Config::tile_m == kWeightlessRows, "16 rows a warp");
 
 // Rows of dO and O to the two tiles in shared memory, asynchronously; those past the end and columns past head_dim_v
 // are 0.
@@ -37,12 +38,13 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, const TileCo
 }
 
 // What is subtracted from a row's exponents: its lse in base 2. Weights of rows that have none, or do not exist, become
-// 0.
-__device__ __forceinline__ void store_shift(const BackwardParams& p, int64 head, int row, int64 at) {
+// 0. Says whether it is a row that has none.
+__device__ __forceinline__ bool store_shift(const BackwardParams& p, int64 head, int row, int64 at) {
   constexpr float log2_e = 1.44269504088896341f;
   const float lse = row < p.seqlen_q ? p.lse[head * p.seqlen_q + row] : negative_infinity();
   p.shift[at] = weightless(lse) ? -lse : lse * log2_e;
   if (weightless(lse)) p.delta[at] = 0.0f;
+  return weightless(lse) && row < p.seqlen_q;
 }
 
 // The row sums of a warp's 16 rows: f(row, sum) in the lane that has it.
@@ -78,11 +80,16 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps)
     *Turn::of_rows(p, c.batch, c.head, row_begin + kTurnRows * threadIdx.x).word = 0;
   cp_async_wait<0>();
   __syncthreads();
+  bool any_weightless = false;
   for_each_row_sum(sdO, sO, [&](int row, float sum) {
     const bool has_dlse = p.dlse != nullptr && row_begin + row < p.seqlen_q;
     const float dlse = has_dlse ? p.dlse[head * p.seqlen_q + row_begin + row] : 0.0f;
     const int64 at = head * p.padded_rows + row_begin + row;
     p.delta[at] = sum - dlse;
-    if (p.shift != nullptr) store_shift(p, head, row_begin + row, at);
+    if (p.shift != nullptr) any_weightless |= store_shift(p, head, row_begin + row, at);
   });
+  if (p.shift == nullptr) return;
+  any_weightless = __syncthreads_or(any_weightless);
+  if (threadIdx.x == 0)
+    p.weightless[(head * p.padded_rows + row_begin) / kWeightlessRows] = make_uint4(any_weightless, 0, 0, 0);
 }

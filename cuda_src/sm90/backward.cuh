@@ -33,17 +33,17 @@ struct Shape {
   using Scores = PanelLayout<tile_n, tile_m>;
   using Ring = RingBarriers<stages>;
   using ScoreRing = RingBarriers<buffers>;
-  static constexpr int rows_bytes = 2 * 4 * tile_m;
+  static constexpr int rows_bytes = 2 * 4 * tile_m + 16 * (tile_m / 64);
   // Shared memory, from a multiple of 1024: sK (tile_n, tile_d); sV (tile_n, tile_dv); sQ (stages, tile_m, tile_d);
   // sdO (stages, tile_m, tile_dv); sdS (buffers, tile_n, tile_m), transposed; the rows' shifts and deltas (stages, 2,
-  // tile_m); dQ on its way out of a warpgroup (dq_writers, 64, dq_columns); P^T in float32 between
-  // warpgroups that share keys (tile_n, tile_m); the barriers.
+  // tile_m) and whether any is weightless; dQ on its way out of a warpgroup (dq_writers, 64, dq_columns); P^T in
+  // float32 between warpgroups that share keys (tile_n, tile_m); the marks of keys; the barriers.
   static constexpr int v_at = K::bytes, q_at = v_at + V::bytes, dout_at = q_at + stages * Q::bytes;
   static constexpr int ds_at = dout_at + stages * Dout::bytes, rows_at = ds_at + buffers * Scores::bytes;
   static constexpr int dq_at = rows_at + stages * rows_bytes, dq_bytes = 4 * 64 * dq_columns;
   static constexpr int dq_writers = !Config::bulk_add ? 0 : Config::query_group ? 1 : warpgroups;
   static constexpr int weights_at = dq_at + dq_writers * dq_bytes, weights_bytes = split_keys ? 0 : 4 * tile_n * tile_m;
-  static constexpr int barriers_at = weights_at + weights_bytes;
+  static constexpr int marks_at = weights_at + weights_bytes, barriers_at = marks_at + 4 * tile_n;
   // A block has the registers that it was launched with.
   static constexpr int launch_registers = 65536 / threads / 8 * 8;
   // static_assert(consumers * Config::consumer_registers + 128 * Config::query_registers <= threads *
@@ -79,6 +79,10 @@ struct Shared {
     mbarrier_init_fence();
   }
 
+  __device__ __forceinline__ void clear_marks() const {
+    if (Config::has_band && threadIdx.x < Shape::tile_n) store_shared(mark(threadIdx.x), 0u);
+  }
+
   __device__ __forceinline__ unsigned k() const { return base; }
   __device__ __forceinline__ unsigned v() const { return base + Shape::v_at; }
   __device__ __forceinline__ unsigned q(int stage) const { return base + Shape::q_at + stage * Shape::Q::bytes; }
@@ -93,7 +97,9 @@ struct Shared {
   }
   __device__ __forceinline__ unsigned dq(int writer) const { return base + Shape::dq_at + writer * Shape::dq_bytes; }
   __device__ __forceinline__ unsigned weights() const { return base + Shape::weights_at; }
-  __device__ __forceinline__ unsigned delta(int stage) const { return shift(stage) + Shape::rows_bytes / 2; }
+  __device__ __forceinline__ unsigned delta(int stage) const { return shift(stage) + 4 * Shape::tile_m; }
+  __device__ __forceinline__ unsigned weightless(int stage) const { return shift(stage) + 8 * Shape::tile_m; }
+  __device__ __forceinline__ unsigned mark(int key) const { return base + Shape::marks_at + 4 * key; }
 };
 
 // By one thread, first of all.

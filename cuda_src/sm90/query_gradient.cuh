@@ -7,6 +7,7 @@
 #include "ptx/named_barrier.cuh"
 #include "ptx/special.cuh"
 #include "sm90/backward.cuh"
+#include "sm90/care.cuh"
 
 namespace cuflash {
 
@@ -50,8 +51,9 @@ struct Loader {
     if (elected) {
       Shape::Q::load(shared.q(stage), params.q, full, row, p.q_head ? head : 0, p.q_batch ? batch : 0, kEvictLast,
                      Shape::rows_bytes);
-      bulk_load(shared.shift(stage), p.shift + row_at, Shape::rows_bytes / 2, full);
-      bulk_load(shared.delta(stage), p.delta + row_at, Shape::rows_bytes / 2, full);
+      bulk_load(shared.shift(stage), p.shift + row_at, 4 * Shape::tile_m, full);
+      bulk_load(shared.delta(stage), p.delta + row_at, 4 * Shape::tile_m, full);
+      bulk_load(shared.weightless(stage), p.weightless + row_at / 64, 16 * (Shape::tile_m / 64), full);
     }
     if (first) load_values();
     shared.dout_ring.wait_empty(at);
@@ -116,6 +118,13 @@ struct QueryGradient {
     }
   }
 
+  // What keys with inf or NaN add; before release().
+  __device__ __forceinline__ void add_marked(const QueryStep& step, Fragment& rdQ, int part) const {
+    const int rows = part / column_parts * 64;
+    add_marked_keys(rdQ, p, shared, work, shared.ds(at.stage), step.row_begin(), rows,
+                    part % column_parts * Shape::dq_columns, thread);
+  }
+
   __device__ __forceinline__ unsigned sdQ(int warp) const { return shared.dq(writer) + warp * (Shape::dq_bytes / 4); }
 
   // What add() left in shared memory, to the sums; by one thread of each warp, behind a fence.
@@ -159,9 +168,11 @@ struct Feeder {
   Loader loader;
   QueryGradient gradient;
   int warp;
+  bool keys_marked = false;
 
-  __device__ __forceinline__ void compute(const QueryStep& step) {
+  __device__ __forceinline__ void compute(const QueryStep& step, bool first) {
     gradient.shared.ds_ring.wait_full(gradient.at);
+    if (Config::has_band && first) keys_marked = any_marked();
 #pragma unroll
     for (int part = 0; part < QueryGradient::parts; ++part) {
       QueryGradient::Fragment rdQ;
@@ -169,6 +180,7 @@ struct Feeder {
       if (part == 0 && warp == 0 && !loader.done()) loader.load();
       wgmma_wait<0>();
       pin_accumulators(rdQ);
+      if (keys_marked) gradient.add_marked(step, rdQ, part);
       if (part == QueryGradient::parts - 1) gradient.release();
       gradient.add(step, rdQ, part);
       if (Config::bulk_add) fence_async_proxy();
@@ -176,6 +188,12 @@ struct Feeder {
       if (threadIdx.x % 32 == 0) gradient.flush(step, part);
     }
     gradient.pass_turn(step, 0);
+  }
+
+  __device__ __forceinline__ bool any_marked() const {
+    bool any = false;
+    for (int key = threadIdx.x % 32; key < Shape::tile_n; key += 32) any |= load_shared(gradient.shared.mark(key)) != 0;
+    return __any_sync(0xFFFFFFFFu, any);
   }
 
   __device__ __forceinline__ void run() {
@@ -188,8 +206,12 @@ struct Feeder {
         loader.load(stage == 0);
     }
     if constexpr (Config::query_group) {
+      bool first = true;
 #pragma unroll 1
-      for (QueryStep step = work.first(loader.p); work.has(step); step = work.after(step)) compute(step);
+      for (QueryStep step = work.first(loader.p); work.has(step); step = work.after(step)) {
+        compute(step, first);
+        first = false;
+      }
       gradient.finish();
     }
   }

@@ -7,6 +7,7 @@
 // and adds it to the sums in the workspace: the consumers wait for each other nowhere, so that the exponentials of one
 // meet the products of another. One of its threads starts the copies.
 #include "ptx/setmaxnreg.cuh"
+#include "sm90/care.cuh"
 #include "sm90/key_rows.cuh"
 #include "sm90/query_gradient.cuh"
 
@@ -24,6 +25,7 @@ struct Consumer : KeyRows {
   QueryStep next, staged;  // whose dQ is to be made next, and has been made last
   bool has_staged = false;
   int lag;  // steps until the first dQ
+  bool keys_marked = false;
   QueryGradient gradient;
 
   __device__ __forceinline__ Consumer(const BackwardParams& p, const Shared& shared, const Work& work, int group,
@@ -77,11 +79,14 @@ struct Consumer : KeyRows {
 
   // From the products of a step, which may still be under way, to P^T and dS^T as operands and dS^T in shared memory.
   __device__ __forceinline__ void differentiate(Scores& rS, Scores& rdP, QueryRows& shifts, const QueryStep& step) {
-    const bool masked = needs_mask_here(step);
+    const bool masked = needs_mask_here(step), careful = needs_care(step);
+    bool found = false;
     if constexpr (Config::score::bends) {
       wgmma_wait<0>();
       pin_accumulators(rS);
       pin_accumulators(rdP);
+      if (keys_marked) repair_scores(*this, rS, shared.q(at.stage));
+      if (careful) found = !(all_finite(rS) && all_finite(rdP));
       flush();
       QueryRows deltas;
       deltas.fetch(shared.delta(at.stage), lane());
@@ -90,6 +95,8 @@ struct Consumer : KeyRows {
     } else {
       wgmma_wait<1>();
       pin_accumulators(rS);
+      if (keys_marked) repair_scores(*this, rS, shared.q(at.stage));
+      if (careful) found = !all_finite(rS);
       weigh(rS, shifts);
       if (masked) clear_hidden(rS, step);
       flush();
@@ -97,12 +104,47 @@ struct Consumer : KeyRows {
       deltas.fetch(shared.delta(at.stage), lane());
       wgmma_wait<0>();
       pin_accumulators(rdP);
+      if (careful) found |= !all_finite(rdP);
       differentiate_softmax(rS, rdP, deltas);
     }
     if (masked) clear_hidden(rdP, step);
+    if (found) {
+      clear_weightless(*this, rS, at.stage);
+      clear_weightless(*this, rdP, at.stage);
+    }
     pack_operand(rP, rS);
     pack_operand(rdS, rdP);
     store_scores(ds_at, rdS);
+    if (careful && named_barrier_or<128>(consumer_barrier + group, found)) silence_queries(step);
+  }
+
+  // Whether some of the block's keys do not see a query, or nobody should.
+  __device__ __forceinline__ bool needs_care(const QueryStep& step) const {
+    bool care = Config::has_band &&
+                needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, step.row_begin(), work.c.key_tile);
+#pragma unroll
+    for (int i = 0; i < Shape::tile_m / 64; ++i) care |= load_shared(shared.weightless(at.stage) + 16 * i) != 0;
+    return care;
+  }
+
+  // When the scores of a step are not all finite. If Q or dO is the reason all warpgroups come here, and add what its
+  // inf and NaN do to the dK and dV that see them; then those become 0.
+  __device__ __forceinline__ void silence_queries(const QueryStep& step) {
+    const unsigned sQ = shared.q(at.stage), sdO = shared.dout(at.stage), sScores = shared.ds(ds_at.stage);
+    const bool found =
+        finds_nonfinite<Shape::Q::bytes>(sQ, thread, 128) || finds_nonfinite<Shape::Dout::bytes>(sdO, thread, 128);
+    if (!named_barrier_or<128>(consumer_barrier + group, found)) return;
+    __syncwarp();
+    store_scores(ds_at, rP);  // for a moment, for the lanes of a warp
+    __syncwarp();
+    add_nonfinite_queries<Shape::Dout>(*this, rdV, sdO, sScores, at.stage, step.row_begin());
+    __syncwarp();
+    store_scores(ds_at, rdS);
+    __syncwarp();
+    add_nonfinite_queries<Shape::Q>(*this, rdK, sQ, sScores, at.stage, step.row_begin());
+    named_barrier_sync<Shape::consumers>(consumers_barrier);
+    clear_for_products<Shape::Q::bytes>(*this, sQ, consumer_barrier + group);
+    clear_for_products<Shape::Dout::bytes>(*this, sdO, consumer_barrier + group);
   }
 
   // dK and dV of the step before, if there is one, and the scores of this. dQ comes first: what it leaves goes to
@@ -153,9 +195,10 @@ struct Consumer : KeyRows {
     gradient.issue(rdQ, group);
   }
 
-  __device__ __forceinline__ void stage(const QueryGradient::Fragment& rdQ) {
+  __device__ __forceinline__ void stage(QueryGradient::Fragment& rdQ) {
     if (lag == 0) {
       if (has_staged) gradient.pass_turn(staged, group);
+      if (keys_marked) gradient.add_marked(next, rdQ, group);
       gradient.release();
       gradient.add(next, rdQ, group);
       staged = next;
@@ -198,6 +241,7 @@ struct Consumer : KeyRows {
       if (Config::take_turns && group == Shape::warpgroups - 1) named_barrier_arrive<256>(turn_barrier);
       shared.k_full.wait_full({});
       if (Config::keys_in_registers) shared.v_full.wait_full({});
+      keys_marked = inspect_keys(p, shared, work, 128 * group + thread);
       rK.load(shared.k(), warp_key(), lane());
       rV.load(shared.v(), warp_key(), lane());
       bool first = true;
@@ -228,6 +272,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Shape::threads, 1)
   extern __shared__ char dynamic[];
   const Shared shared(shared_address(dynamic));
   if (threadIdx.x == 0) start(params, shared);
+  shared.clear_marks();
   __syncthreads();
   const Work work(params.p);
   const int role = warp_uniform(threadIdx.x / 128);

@@ -3,6 +3,7 @@
 // to the second through shared memory, in float32 and thread by thread, since both hold the same fragments of the
 // scores. Rings are all that makes one wait for another.
 #include "ptx/setmaxnreg.cuh"
+#include "sm90/care.cuh"
 #include "sm90/key_rows.cuh"
 #include "sm90/query_gradient.cuh"
 
@@ -176,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Shape::threads, 1)
   extern __shared__ char dynamic[];
   const Shared shared(shared_address(dynamic));
   if (threadIdx.x == 0) start(params, shared);
+  shared.clear_marks();
   __syncthreads();
   const int role = warp_uniform(threadIdx.x / 128);
   if (role == 0) {

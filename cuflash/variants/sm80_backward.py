@@ -532,7 +532,7 @@ class BackwardPassLaunch:
         for name, size in self._workspace:
             at[name] = workspace
             workspace += size
-        rows = (at["delta"], at["dq_sum"], at.get("turns", 0), at.get("shift", 0))
+        rows = (at["delta"], at["dq_sum"], at.get("turns", 0), at.get("shift", 0), at.get("weightless", 0))
         pointers = (q, k, v, out, lse, dout, dlse, dq, dk, dv, *rows)
         for start in self._pieces:
             moved = [x + start * step if x else 0 for x, step in zip(pointers, self._steps, strict=True)]

@@ -123,7 +123,15 @@ class Sm90BackwardConfig:
         writers = self.bulk_add * (1 if self.query_group else self.warpgroups)
         sums = 4 * writers * 64 * self.dq_columns
         weights = 4 * self.tile_n * self.tile_m if self.tile_n == 64 else 0
-        return 2 * tiles + 8 * self.stages * self.tile_m + sums + weights + barriers + 1024
+        return (
+            2 * tiles
+            + (8 * self.tile_m + 16 * (self.tile_m // 64)) * self.stages
+            + 4 * self.tile_n
+            + sums
+            + weights
+            + barriers
+            + 1024
+        )
 
     @property
     def numbered(self) -> bool:
@@ -199,6 +207,7 @@ def _workspace_shapes(problem: Problem, deterministic: bool, tile_d: int) -> dic
     shapes: dict[str, tuple[int, ...]] = {
         "delta": (*heads, rows),
         "shift": (*heads, rows),
+        "weightless": (*heads, rows // 64, 4),
         "dq_sum": (*heads, rows, tile_d),
     }
     if deterministic:

@@ -1,0 +1,187 @@
+// For the sm90 backward kernels: inf and NaN where some see them and others do not, and rows without weight, which add
+// nothing to any gradient whatever their queries and dO hold. All of it is off the usual path.
+//
+// Keys: behind a mask a block looks for them once. It then replaces the inf and NaN of K in shared memory by 0, marks
+// the keys, and adds what they do to scores and to dQ element by element. Queries and dO: a step with a mask, or with a
+// weightless row, whose scores are not all finite, adds what they do to the dK and dV that see them, and clears them.
+#pragma once
+
+#include "core/nonfinite.cuh"
+#include "ptx/named_barrier.cuh"
+#include "sm90/key_rows.cuh"
+
+namespace cuflash {
+
+// Named barriers from here on: of all consumers, and of each of them.
+enum { consumers_barrier = 8, consumer_barrier };
+
+// Whether this thread, of `threads`, finds an inf or NaN in its part of a tile.
+template <int Bytes>
+__device__ __forceinline__ bool finds_nonfinite(unsigned sTile, unsigned thread, int threads) {
+  unsigned sum = 0;
+#pragma unroll 4
+  for (int at = 16 * thread; at < Bytes; at += 16 * threads)
+    sum = add_zero_times_chunk<Shape::Element>(sTile + at, sum);
+  return any_nonfinite<Shape::Element>(sum);
+}
+
+template <int Bytes>
+__device__ __forceinline__ void clear_nonfinite(unsigned sTile, unsigned thread, int threads) {
+#pragma unroll 1
+  for (int at = 16 * thread; at < Bytes; at += 16 * threads) clear_nonfinite_chunk<Shape::Element>(sTile + at);
+}
+
+// A number of the keys as the caller has them.
+__device__ __forceinline__ unsigned load_key_pair(const BackwardParams& p, const Work& work, int key, int column) {
+  const int64 row = work.first_key() + key;
+  const char* rows = static_cast<const char*>(p.k) + work.c.batch * p.k_batch + work.c.head * p.k_head + row * p.k_row;
+  return column < p.head_dim
+             ? *reinterpret_cast<const unsigned short*>(rows + 2 * column) |
+                   (column + 1 < p.head_dim ? *reinterpret_cast<const unsigned short*>(rows + 2 * column + 2) << 16 : 0)
+             : 0;
+}
+
+__device__ __forceinline__ float low_half(unsigned pair) {
+  return unpack<Shape::Element>(static_cast<unsigned short>(pair));
+}
+
+__device__ __forceinline__ float high_half(unsigned pair) {
+  return unpack<Shape::Element>(static_cast<unsigned short>(pair >> 16));
+}
+
+// The inf and NaN of a pair; the finite half, if any, becomes 0.
+__device__ __forceinline__ unsigned only_nonfinite(unsigned pair) {
+  return pair & ~finite_or_zero<Shape::Element>(pair);
+}
+
+// By all consumers, before anybody uses K: marks and clears keys with inf or NaN. Says whether there are any.
+__device__ __forceinline__ bool inspect_keys(const BackwardParams& p, const Shared& shared, const Work& work,
+                                             unsigned thread) {
+  if constexpr (!Config::has_band) return false;
+  constexpr int threads = Shape::consumers;
+  const bool found =
+      named_barrier_or<threads>(consumers_barrier, finds_nonfinite<Shape::K::bytes>(shared.k(), thread, threads));
+  if (!found) return false;
+#pragma unroll 1
+  for (int key = thread; key < Shape::tile_n; key += threads) {
+    bool bad = false;
+    for (int column = 0; column < Shape::tile_d; column += 8)
+      bad |= any_nonfinite<Shape::Element>(
+          add_zero_times_chunk<Shape::Element>(shared.k() + Shape::K::chunk(key, column / 8), 0));
+    store_shared(shared.mark(key), static_cast<unsigned>(bad));
+  }
+  named_barrier_sync<threads>(consumers_barrier);
+  clear_nonfinite<Shape::K::bytes>(shared.k(), thread, threads);
+  fence_async_proxy();
+  named_barrier_sync<threads>(consumers_barrier);
+  return true;
+}
+
+// What marked keys add to this thread's scores, which the product with the cleared ones made.
+__device__ __forceinline__ void repair_scores(const KeyRows& r, KeyRows::Scores& rS, unsigned sQ) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = r.key() + 8 * half;
+    if (load_shared(r.shared.mark(key)) == 0) continue;
+#pragma unroll 1
+    for (int column = 0; column < r.p.head_dim; column += 2) {
+      const unsigned only = only_nonfinite(load_key_pair(r.p, r.work, key, column));
+      if (only == 0) continue;
+#pragma unroll
+      for (int m = 0; m < Shape::m_blocks; ++m)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int query = 8 * m + 2 * (r.lane() % 4) + i;
+          const unsigned pair = load_shared(sQ + Shape::Q::chunk(query, column / 8) + 2 * (column % 8));
+          float& s = rS[0][m][2 * half + i];
+          if (any_nonfinite<Shape::Element>(only & 0xFFFFu)) s = fmaf(low_half(pair), low_half(only), s);
+          if (any_nonfinite<Shape::Element>(only & 0xFFFF0000u)) s = fmaf(high_half(pair), high_half(only), s);
+        }
+    }
+  }
+}
+
+// The number at (key, query) of a tile of P^T or dS^T.
+__device__ __forceinline__ float load_transposed_score(unsigned sScores, int key, int query) {
+  const unsigned pair = load_shared(sScores + Shape::Scores::chunk(key, query / 8) + 2 * (query % 8 & ~1));
+  return query % 2 ? high_half(pair) : low_half(pair);
+}
+
+// What marked keys add to dQ of the rows that see them: rows from row_begin on, columns from `column` on.
+template <int Blocks>
+__device__ __forceinline__ void add_marked_keys(float (&rdQ)[1][Blocks][4], const BackwardParams& p,
+                                                const Shared& shared, const Work& work, unsigned sdS, int row_begin,
+                                                int first_row, int column, unsigned thread) {
+  const int row = first_row + thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll 1
+  for (int key = 0; key < Shape::tile_n; ++key) {
+    if (load_shared(shared.mark(key)) == 0) continue;
+    float weight[2];
+    bool seen[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      seen[half] =
+          VisibleKeys::of_row<Config::has_band>(p, row_begin + row + 8 * half).contains(work.first_key() + key);
+      weight[half] = load_transposed_score(sdS, key, row + 8 * half);
+    }
+#pragma unroll
+    for (int n = 0; n < Blocks; ++n) {
+      const unsigned only = only_nonfinite(load_key_pair(p, work, key, column + 8 * n + 2 * (thread % 4)));
+      if (only == 0) continue;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (!seen[half]) continue;
+        rdQ[0][n][2 * half] = fmaf(weight[half], low_half(only), rdQ[0][n][2 * half]);
+        rdQ[0][n][2 * half + 1] = fmaf(weight[half], high_half(only), rdQ[0][n][2 * half + 1]);
+      }
+    }
+  }
+}
+
+// Whether all of a fragment is finite.
+__device__ __forceinline__ bool all_finite(const KeyRows::Scores& r) {
+  float zero = 0.0f;
+#pragma unroll
+  for (int m = 0; m < Shape::m_blocks; ++m)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) zero = fmaf(r[0][m][i], 0.0f, zero);
+  return zero == 0.0f;
+}
+
+__device__ __forceinline__ bool is_weightless(const Shared& shared, int stage, int query) {
+  return load_shared_float(shared.shift(stage) + 4 * query) == -negative_infinity();
+}
+
+// P^T or dS^T of weightless rows becomes 0, whatever it was.
+__device__ __forceinline__ void clear_weightless(const KeyRows& r, KeyRows::Scores& scores, int stage) {
+#pragma unroll
+  for (int m = 0; m < Shape::m_blocks; ++m)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (is_weightless(r.shared, stage, 8 * m + 2 * (r.lane() % 4) + i)) scores[0][m][i] = scores[0][m][2 + i] = 0.0f;
+}
+
+// acc += S^T X over the inf and NaN of X (queries or dO) that this thread's keys see; S^T is in shared memory.
+template <class Queries, int Blocks>
+__device__ __forceinline__ void add_nonfinite_queries(const KeyRows& r, float (&acc)[1][Blocks][4], unsigned sX,
+                                                      unsigned sScores, int stage, int row_begin) {
+  add_visible_nonfinite<Shape::Element, Shape::tile_m>(
+      acc,
+      [&](int k, int, int half) {
+        const int key = r.work.first_key() + r.key() + 8 * half;
+        return row_begin + k < r.p.seqlen_q && !is_weightless(r.shared, stage, k) &&
+               VisibleKeys::of_row<Config::has_band>(r.p, row_begin + k).contains(key);
+      },
+      [&](int k, int, int half) { return load_transposed_score(sScores, r.key() + 8 * half, k); },
+      [&](int k, int n) { return load_shared(sX + Queries::chunk(k, n) + 4 * (r.lane() % 4)); });
+}
+
+// Clears a tile behind a barrier of the warpgroup's threads, for its products.
+template <int Bytes>
+__device__ __forceinline__ void clear_for_products(const KeyRows& r, unsigned sTile, int barrier) {
+  clear_nonfinite<Bytes>(sTile, r.thread, 128);
+  fence_async_proxy();
+  named_barrier_sync<128>(barrier);
+}
+
+}  // namespace cuflash
