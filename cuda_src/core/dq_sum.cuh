@@ -26,6 +26,12 @@ struct QueryGradientSum {
     return base + distance(row_block, column_block) + lane * Width;
   }
 
+  // The number of a row and column.
+  __device__ __forceinline__ float* number(int row, int column) const {
+    const int lane = row % 8 * 4 + column % 8 / 2, i = row % 16 / 8 * 2 + column % 2;
+    return at(row / 16, column / 8, 0) + (Width == 4 ? 4 * lane + i : 32 * i + lane);
+  }
+
   static constexpr __device__ __forceinline__ int distance(int row_blocks, int column_blocks) {
     return (row_blocks * (TileD / 8) + column_blocks) * fragment;
   }

@@ -151,12 +151,15 @@ struct Work {
     return {step.head + !same_head, same_head ? step.tile + 1 : tiles.first};
   }
 
-  __device__ __forceinline__ QueryStep before(const QueryStep& step) const {
-    const bool same_head = step.tile > tiles.first;
-    return {step.head - !same_head, same_head ? step.tile - 1 : tiles.last - 1};
+  template <int Steps>
+  __device__ __forceinline__ QueryStep before(QueryStep step) const {
+#pragma unroll
+    for (int i = 0; i < Steps; ++i) {
+      const bool same_head = step.tile > tiles.first;
+      step = {step.head - !same_head, same_head ? step.tile - 1 : tiles.last - 1};
+    }
+    return step;
   }
-
-  __device__ __forceinline__ QueryStep last() const { return {end_head - 1, tiles.last - 1}; }
 
   __device__ __forceinline__ bool has(const QueryStep& step) const { return step.head < end_head; }
 };

@@ -6,6 +6,7 @@
 // weightless row, whose scores are not all finite, adds what they do to the dK and dV that see them, and clears them.
 #pragma once
 
+#include "core/dq_sum.cuh"
 #include "core/nonfinite.cuh"
 #include "ptx/named_barrier.cuh"
 #include "sm90/key_rows.cuh"
@@ -31,14 +32,12 @@ __device__ __forceinline__ void clear_nonfinite(unsigned sTile, unsigned thread,
   for (int at = 16 * thread; at < Bytes; at += 16 * threads) clear_nonfinite_chunk<Shape::Element>(sTile + at);
 }
 
-// A number of the keys as the caller has them.
-__device__ __forceinline__ unsigned load_key_pair(const BackwardParams& p, const Work& work, int key, int column) {
+// A number of the keys as the caller has them if it is inf or NaN, else 0.
+__device__ __forceinline__ float load_nonfinite(const BackwardParams& p, const Work& work, int key, int column) {
   const int64 row = work.first_key() + key;
   const char* rows = static_cast<const char*>(p.k) + work.c.batch * p.k_batch + work.c.head * p.k_head + row * p.k_row;
-  return column < p.head_dim
-             ? *reinterpret_cast<const unsigned short*>(rows + 2 * column) |
-                   (column + 1 < p.head_dim ? *reinterpret_cast<const unsigned short*>(rows + 2 * column + 2) << 16 : 0)
-             : 0;
+  const unsigned bits = *reinterpret_cast<const unsigned short*>(rows + 2 * column);
+  return any_nonfinite<Shape::Element>(bits) ? unpack<Shape::Element>(static_cast<unsigned short>(bits)) : 0.0f;
 }
 
 __device__ __forceinline__ float low_half(unsigned pair) {
@@ -47,11 +46,6 @@ __device__ __forceinline__ float low_half(unsigned pair) {
 
 __device__ __forceinline__ float high_half(unsigned pair) {
   return unpack<Shape::Element>(static_cast<unsigned short>(pair >> 16));
-}
-
-// The inf and NaN of a pair; the finite half, if any, becomes 0.
-__device__ __forceinline__ unsigned only_nonfinite(unsigned pair) {
-  return pair & ~finite_or_zero<Shape::Element>(pair);
 }
 
 // By all consumers, before anybody uses K: marks and clears keys with inf or NaN. Says whether there are any.
@@ -84,18 +78,16 @@ __device__ __forceinline__ void repair_scores(const KeyRows& r, KeyRows::Scores&
     const int key = r.key() + 8 * half;
     if (load_shared(r.shared.mark(key)) == 0) continue;
 #pragma unroll 1
-    for (int column = 0; column < r.p.head_dim; column += 2) {
-      const unsigned only = only_nonfinite(load_key_pair(r.p, r.work, key, column));
-      if (only == 0) continue;
+    for (int column = 0; column < r.p.head_dim; ++column) {
+      const float value = load_nonfinite(r.p, r.work, key, column);
+      if (value == 0.0f) continue;
 #pragma unroll
       for (int m = 0; m < Shape::m_blocks; ++m)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int query = 8 * m + 2 * (r.lane() % 4) + i;
-          const unsigned pair = load_shared(sQ + Shape::Q::chunk(query, column / 8) + 2 * (column % 8));
-          float& s = rS[0][m][2 * half + i];
-          if (any_nonfinite<Shape::Element>(only & 0xFFFFu)) s = fmaf(low_half(pair), low_half(only), s);
-          if (any_nonfinite<Shape::Element>(only & 0xFFFF0000u)) s = fmaf(high_half(pair), high_half(only), s);
+          const unsigned pair = load_shared(sQ + Shape::Q::chunk(made_anew(query), column / 8) + 2 * (column % 8 & ~1));
+          rS[0][m][2 * half + i] = fmaf(column % 2 ? high_half(pair) : low_half(pair), value, rS[0][m][2 * half + i]);
         }
     }
   }
@@ -107,32 +99,24 @@ __device__ __forceinline__ float load_transposed_score(unsigned sScores, int key
   return query % 2 ? high_half(pair) : low_half(pair);
 }
 
-// What marked keys add to dQ of the rows that see them: rows from row_begin on, columns from `column` on.
-template <int Blocks>
-__device__ __forceinline__ void add_marked_keys(float (&rdQ)[1][Blocks][4], const BackwardParams& p,
-                                                const Shared& shared, const Work& work, unsigned sdS, int row_begin,
-                                                int first_row, int column, unsigned thread) {
-  const int row = first_row + thread / 32 * 16 + thread % 32 / 4;
+// What marked keys add to the sums of dQ at the rows that see them; by 128 threads, columns [first, last). Each
+// addition is an inf or NaN, so that their order is open even where that of others is not.
+template <class Sum>
+__device__ __forceinline__ void add_marked_keys(const Sum& sum, const BackwardParams& p, const Shared& shared,
+                                                const Work& work, unsigned sdS, int row_begin, int first, int last,
+                                                unsigned thread) {
 #pragma unroll 1
   for (int key = 0; key < Shape::tile_n; ++key) {
     if (load_shared(shared.mark(key)) == 0) continue;
-    float weight[2];
-    bool seen[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      seen[half] =
-          VisibleKeys::of_row<Config::has_band>(p, row_begin + row + 8 * half).contains(work.first_key() + key);
-      weight[half] = load_transposed_score(sdS, key, row + 8 * half);
-    }
-#pragma unroll
-    for (int n = 0; n < Blocks; ++n) {
-      const unsigned only = only_nonfinite(load_key_pair(p, work, key, column + 8 * n + 2 * (thread % 4)));
-      if (only == 0) continue;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (!seen[half]) continue;
-        rdQ[0][n][2 * half] = fmaf(weight[half], low_half(only), rdQ[0][n][2 * half]);
-        rdQ[0][n][2 * half + 1] = fmaf(weight[half], high_half(only), rdQ[0][n][2 * half + 1]);
+#pragma unroll 1
+    for (int column = first + thread; column < min(last, p.head_dim); column += 128) {
+      const float value = load_nonfinite(p, work, key, column);
+      if (value == 0.0f) continue;
+#pragma unroll 1
+      for (int row = 0; row < min(Shape::tile_m, p.seqlen_q - row_begin); ++row) {
+        if (!VisibleKeys::of_row<Config::has_band>(p, row_begin + row).contains(work.first_key() + key)) continue;
+        const float product[1] = {load_transposed_score(sdS, key, row) * value};
+        reduce_add<1>(sum.number(row, column), product);
       }
     }
   }
@@ -173,7 +157,7 @@ __device__ __forceinline__ void add_nonfinite_queries(const KeyRows& r, float (&
                VisibleKeys::of_row<Config::has_band>(r.p, row_begin + k).contains(key);
       },
       [&](int k, int, int half) { return load_transposed_score(sScores, r.key() + 8 * half, k); },
-      [&](int k, int n) { return load_shared(sX + Queries::chunk(k, n) + 4 * (r.lane() % 4)); });
+      [&](int k, int n) { return load_shared(sX + Queries::chunk(made_anew(k), n) + 4 * (r.lane() % 4)); });
 }
 
 // Clears a tile behind a barrier of the warpgroup's threads, for its products.

@@ -33,6 +33,9 @@ struct KeyRows {
   const Work& work;
   int group;
   unsigned thread;  // of the warpgroup, held in a register: shared memory's queue is slow to tell it
+  // The same in a form that is made anew where it is needed: for what is off the usual path.
+  __device__ __forceinline__ KeyRows apart() const { return {p, shared, work, group, made_anew(thread)}; }
+
   __device__ __forceinline__ unsigned lane() const { return thread % 32; }
   __device__ __forceinline__ unsigned warp_key() const { return 64 * group + thread / 32 * 16; }
   __device__ __forceinline__ unsigned key() const { return warp_key() + lane() / 4; }  // its first in the tile
@@ -129,9 +132,9 @@ struct KeyRows {
   }
 
   __device__ __forceinline__ void clear_hidden(Scores& r, const QueryStep& step) const {
-    for_each_hidden<Config::has_band, true, 1, Shape::m_blocks>(ScoreBand::of_keys(p), work.first_key() + key(),
-                                                                step.row_begin() + 2 * (lane() % 4),
-                                                                [&](int, int m, int i) { r[0][m][i] = 0.0f; });
+    const unsigned t = made_anew(thread), first = work.first_key() + 64 * group + t / 32 * 16 + t % 32 / 4;
+    for_each_hidden<Config::has_band, true, 1, Shape::m_blocks>(
+        ScoreBand::of_keys(p), first, step.row_begin() + 2 * (t % 4), [&](int, int m, int i) { r[0][m][i] = 0.0f; });
   }
 
   static __device__ __forceinline__ void pack_operand(Operand& a, const Scores& r) {
@@ -152,12 +155,19 @@ struct KeyRows {
       stmatrix_x4((first ^ k % 4 << 5) + k / 4 * Shape::Scores::panel_bytes, rdS[k]);
   }
 
+  // What this warp has stored.
+  __device__ __forceinline__ void load_scores(const Shape::ScoreRing::Position& ds_at, Operand& r) const {
+    const unsigned t = made_anew(thread), row = 64 * group + t / 32 * 16 + t % 16;
+#pragma unroll
+    for (int k = 0; k < Shape::tile_m / 16; ++k)
+      ldmatrix_x4(r[k], shared.ds(ds_at.stage) + Shape::Scores::chunk(row, 2 * k + t / 16 % 2));
+  }
+
   // dS^T of the step before to whoever makes dQ. Its stores have to be complete: better later.
-  __device__ __forceinline__ void publish_scores(Shape::ScoreRing::Position& ds_at) const {
+  __device__ __forceinline__ void publish_scores(const Shape::ScoreRing::Position& ds_at) const {
     fence_async_proxy();
     __syncwarp();
     if (lane() == 0) shared.ds_ring.publish(ds_at);
-    ds_at.advance();
   }
 
   __device__ __forceinline__ bool needs_mask_here(const QueryStep& step) const {

@@ -75,12 +75,11 @@ struct QueryGradient {
   const Work& work;
   int writer;       // which of the warpgroups that make dQ this is
   unsigned thread;  // of the warpgroup
-  Shape::ScoreRing::Position at;
 
   // rdQ (64, dq_columns), not waited for.
-  __device__ __forceinline__ void issue(Fragment& rdQ, int part) const {
+  __device__ __forceinline__ void issue(Fragment& rdQ, int buffer, int part) const {
     wgmma_fence();
-    const unsigned sdS = shared.ds(at.stage) + part / column_parts * Shape::Scores::panel_bytes;
+    const unsigned sdS = shared.ds(buffer) + part / column_parts * Shape::Scores::panel_bytes;
     const uint64 a = Shape::Scores::rows_deep | sdS >> 4;
     const uint64 b = Shape::K::rows_deep | shared.k() >> 4;
     const int column = Shape::K::column_block(part % column_parts * (Shape::dq_columns / 16));
@@ -89,11 +88,6 @@ struct QueryGradient {
       Wgmma<Shape::dq_columns, Shape::Element>::template ss<1, 1>(
           rdQ, a + (k * 16 * Shape::Scores::row_bytes >> 4), b + ((column + k * 16 * Shape::K::row_bytes) >> 4), k > 0);
     wgmma_commit();
-  }
-
-  __device__ __forceinline__ void release() {
-    if (thread % 32 == 0) shared.ds_ring.release(at);
-    at.advance();
   }
 
   __device__ __forceinline__ float* sums(const QueryStep& step, int part, int warp, int lane) const {
@@ -118,11 +112,10 @@ struct QueryGradient {
     }
   }
 
-  // What keys with inf or NaN add; before release().
-  __device__ __forceinline__ void add_marked(const QueryStep& step, Fragment& rdQ, int part) const {
-    const int rows = part / column_parts * 64;
-    add_marked_keys(rdQ, p, shared, work, shared.ds(at.stage), step.row_begin(), rows,
-                    part % column_parts * Shape::dq_columns, thread);
+  // What keys with inf or NaN add to the sums.
+  __device__ __forceinline__ void add_marked(const QueryStep& step, int buffer, int first, int last) const {
+    const Sum sum = Sum::of_rows(p, work.c.batch, step.head, step.row_begin());
+    add_marked_keys(sum, p, shared, work, shared.ds(buffer), step.row_begin(), first, last, made_anew(thread));
   }
 
   __device__ __forceinline__ unsigned sdQ(int warp) const { return shared.dq(writer) + warp * (Shape::dq_bytes / 4); }
@@ -169,19 +162,23 @@ struct Feeder {
   QueryGradient gradient;
   int warp;
   bool keys_marked = false;
+  Shape::ScoreRing::Position at;
 
   __device__ __forceinline__ void compute(const QueryStep& step, bool first) {
-    gradient.shared.ds_ring.wait_full(gradient.at);
+    gradient.shared.ds_ring.wait_full(at);
     if (Config::has_band && first) keys_marked = any_marked();
 #pragma unroll
     for (int part = 0; part < QueryGradient::parts; ++part) {
       QueryGradient::Fragment rdQ;
-      gradient.issue(rdQ, part);
+      gradient.issue(rdQ, at.stage, part);
       if (part == 0 && warp == 0 && !loader.done()) loader.load();
       wgmma_wait<0>();
       pin_accumulators(rdQ);
-      if (keys_marked) gradient.add_marked(step, rdQ, part);
-      if (part == QueryGradient::parts - 1) gradient.release();
+      if (keys_marked && part == 0) gradient.add_marked(step, at.stage, 0, Shape::tile_d);
+      if (part == QueryGradient::parts - 1) {
+        if (threadIdx.x % 32 == 0) gradient.shared.ds_ring.release(at);
+        at.advance();
+      }
       gradient.add(step, rdQ, part);
       if (Config::bulk_add) fence_async_proxy();
       __syncwarp();

@@ -19,8 +19,9 @@ struct RingPosition {
     }
   }
 
-  __device__ __forceinline__ RingPosition before() const {
-    return stage > 0 ? RingPosition{stage - 1, round} : RingPosition{Stages - 1, round ^ 1};
+  // That of the index-th message, from 0.
+  static __device__ __forceinline__ RingPosition of(unsigned index) {
+    return {static_cast<int>(index % Stages), index / Stages % 2};
   }
 };
 

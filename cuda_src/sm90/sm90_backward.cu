@@ -15,32 +15,24 @@ namespace cuflash {
 
 // One of the warpgroups that make dK and dV of 64 keys.
 struct Consumer : KeyRows {
-  Shape::Ring::Position at;
-  Shape::ScoreRing::Position ds_at;
   float rdK[1][Shape::d_blocks][4] = {};
   float rdV[1][Shape::dv_blocks][4] = {};
   KeyOperand<Shape::K> rK;
   KeyOperand<Shape::V> rV;
-  Operand rP, rdS;         // of the products that go on
-  QueryStep next, staged;  // whose dQ is to be made next, and has been made last
-  bool has_staged = false;
-  int lag;  // steps until the first dQ
+  Operand rP, rdS;  // of the products that go on
   bool keys_marked = false;
   QueryGradient gradient;
 
   __device__ __forceinline__ Consumer(const BackwardParams& p, const Shared& shared, const Work& work, int group,
                                       unsigned thread)
-      : KeyRows{p, shared, work, group, thread},
-        next(work.first(p)),
-        lag(1),
-        gradient{p, shared, work, group, thread} {}
+      : KeyRows{p, shared, work, group, thread}, gradient{p, shared, work, group, thread} {}
 
-  // The same for what the last dQ left in shared memory.
-  __device__ __forceinline__ void flush() const {
-    if (!Config::bulk_add || !has_staged) return;
+  // The same for what dQ of a step left in shared memory.
+  __device__ __forceinline__ void flush(const QueryStep& step) const {
+    if constexpr (!Config::bulk_add) return;
     fence_async_proxy();
     __syncwarp();
-    if (lane() == 0) gradient.flush(staged, group);
+    if (lane() == 0) gradient.flush(step, group);
   }
 
   // Products of one warpgroup are issued together, so that they run as a block while the other takes exponentials.
@@ -51,18 +43,18 @@ struct Consumer : KeyRows {
     if (Config::take_turns) named_barrier_arrive<256>(turn_barrier + (group + 1) % Shape::warpgroups);
   }
 
-  __device__ __forceinline__ void issue_scores(Scores& rS) const {
-    issue_product<Shape::K, Shape::Q>(rS, rK, shared.k(), shared.q(at.stage));
+  __device__ __forceinline__ void issue_scores(Scores& rS, int stage) const {
+    issue_product<Shape::K, Shape::Q>(rS, rK, shared.k(), shared.q(stage));
   }
 
-  __device__ __forceinline__ void issue_score_gradients(Scores& rdP) const {
+  __device__ __forceinline__ void issue_score_gradients(Scores& rdP, const Shape::Ring::Position& at) const {
     shared.dout_ring.wait_full(at);
     issue_product<Shape::V, Shape::Dout>(rdP, rV, shared.v(), shared.dout(at.stage));
   }
 
-  __device__ __forceinline__ void issue_key_gradients() {
-    issue_gradient<Shape::Dout>(rdV, rP, shared.dout(at.stage));
-    issue_gradient<Shape::Q>(rdK, rdS, shared.q(at.stage));
+  __device__ __forceinline__ void issue_key_gradients(int stage) {
+    issue_gradient<Shape::Dout>(rdV, rP, shared.dout(stage));
+    issue_gradient<Shape::Q>(rdK, rdS, shared.q(stage));
   }
 
   // When the products for dV and dK are there but for Pending others behind them.
@@ -78,16 +70,18 @@ struct Consumer : KeyRows {
   }
 
   // From the products of a step, which may still be under way, to P^T and dS^T as operands and dS^T in shared memory.
-  __device__ __forceinline__ void differentiate(Scores& rS, Scores& rdP, QueryRows& shifts, const QueryStep& step) {
-    const bool masked = needs_mask_here(step), careful = needs_care(step);
+  __device__ __forceinline__ void differentiate(Scores& rS, Scores& rdP, QueryRows& shifts, const QueryStep& step,
+                                                int count) {
+    const auto at = query_position(count);
+    const bool masked = needs_mask_here(step), careful = needs_care(step, at.stage);
     bool found = false;
     if constexpr (Config::score::bends) {
       wgmma_wait<0>();
       pin_accumulators(rS);
       pin_accumulators(rdP);
-      if (keys_marked) repair_scores(*this, rS, shared.q(at.stage));
+      if (keys_marked) repair_scores(apart(), rS, shared.q(at.stage));
       if (careful) found = !(all_finite(rS) && all_finite(rdP));
-      flush();
+      if (makes_query_gradient(count)) flush(work.before<2>(step));
       QueryRows deltas;
       deltas.fetch(shared.delta(at.stage), lane());
       weigh_and_differentiate(rS, rdP, shifts, deltas);
@@ -95,11 +89,14 @@ struct Consumer : KeyRows {
     } else {
       wgmma_wait<1>();
       pin_accumulators(rS);
-      if (keys_marked) repair_scores(*this, rS, shared.q(at.stage));
+      if (keys_marked) {
+        repair_scores(apart(), rS, shared.q(at.stage));
+        shifts.fetch(shared.shift(at.stage), lane());  // again: not held meanwhile
+      }
       if (careful) found = !all_finite(rS);
       weigh(rS, shifts);
       if (masked) clear_hidden(rS, step);
-      flush();
+      if (makes_query_gradient(count)) flush(work.before<2>(step));
       QueryRows deltas;
       deltas.fetch(shared.delta(at.stage), lane());
       wgmma_wait<0>();
@@ -108,149 +105,161 @@ struct Consumer : KeyRows {
       differentiate_softmax(rS, rdP, deltas);
     }
     if (masked) clear_hidden(rdP, step);
-    if (found) {
-      clear_weightless(*this, rS, at.stage);
-      clear_weightless(*this, rdP, at.stage);
+    if (careful && in_uniform_register(found)) {
+      clear_weightless(apart(), rS, at.stage);
+      clear_weightless(apart(), rdP, at.stage);
     }
     pack_operand(rP, rS);
     pack_operand(rdS, rdP);
-    store_scores(ds_at, rdS);
-    if (careful && named_barrier_or<128>(consumer_barrier + group, found)) silence_queries(step);
+    store_scores(score_position(count), rdS);
+    if (careful && in_uniform_register(named_barrier_or<128>(consumer_barrier + group, found)))
+      silence_queries(step, count);
   }
 
   // Whether some of the block's keys do not see a query, or nobody should.
-  __device__ __forceinline__ bool needs_care(const QueryStep& step) const {
-    bool care = Config::has_band &&
-                needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, step.row_begin(), work.c.key_tile);
+  __device__ __forceinline__ bool needs_care(const QueryStep& step, int stage) const {
+    unsigned any_weightless = 0;
 #pragma unroll
-    for (int i = 0; i < Shape::tile_m / 64; ++i) care |= load_shared(shared.weightless(at.stage) + 16 * i) != 0;
-    return care;
+    for (int i = 0; i < Shape::tile_m / 64; ++i) any_weightless |= load_shared(shared.weightless(stage) + 16 * i);
+    return in_uniform_register(any_weightless) ||
+           (Config::has_band &&
+            needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, step.row_begin(), work.c.key_tile));
   }
 
   // When the scores of a step are not all finite. If Q or dO is the reason all warpgroups come here, and add what its
   // inf and NaN do to the dK and dV that see them; then those become 0.
-  __device__ __forceinline__ void silence_queries(const QueryStep& step) {
+  __device__ __forceinline__ void silence_queries(const QueryStep& step, int count) {
+    const auto at = query_position(count);
+    const auto ds_at = score_position(count);
     const unsigned sQ = shared.q(at.stage), sdO = shared.dout(at.stage), sScores = shared.ds(ds_at.stage);
-    const bool found =
-        finds_nonfinite<Shape::Q::bytes>(sQ, thread, 128) || finds_nonfinite<Shape::Dout::bytes>(sdO, thread, 128);
-    if (!named_barrier_or<128>(consumer_barrier + group, found)) return;
+    const bool found = finds_nonfinite<Shape::Q::bytes>(sQ, made_anew(thread), 128) ||
+                       finds_nonfinite<Shape::Dout::bytes>(sdO, made_anew(thread), 128);
+    if (!in_uniform_register(named_barrier_or<128>(consumer_barrier + group, found))) return;
     __syncwarp();
     store_scores(ds_at, rP);  // for a moment, for the lanes of a warp
     __syncwarp();
-    add_nonfinite_queries<Shape::Dout>(*this, rdV, sdO, sScores, at.stage, step.row_begin());
+    add_nonfinite_queries<Shape::Dout>(apart(), rdV, sdO, sScores, at.stage, step.row_begin());
+    load_scores(ds_at, rP);
     __syncwarp();
     store_scores(ds_at, rdS);
     __syncwarp();
-    add_nonfinite_queries<Shape::Q>(*this, rdK, sQ, sScores, at.stage, step.row_begin());
+    add_nonfinite_queries<Shape::Q>(apart(), rdK, sQ, sScores, at.stage, step.row_begin());
+    load_scores(ds_at, rdS);
     named_barrier_sync<Shape::consumers>(consumers_barrier);
-    clear_for_products<Shape::Q::bytes>(*this, sQ, consumer_barrier + group);
-    clear_for_products<Shape::Dout::bytes>(*this, sdO, consumer_barrier + group);
+    clear_for_products<Shape::Q::bytes>(apart(), sQ, consumer_barrier + group);
+    clear_for_products<Shape::Dout::bytes>(apart(), sdO, consumer_barrier + group);
   }
 
   // dK and dV of the step before, if there is one, and the scores of this. dQ comes first: what it leaves goes to
   // shared memory beside the products for dV and dK, which leave most room there.
-  __device__ __forceinline__ void go_on(const QueryStep& step, bool first) {
+  __device__ __forceinline__ void go_on(const QueryStep& step, int count) {
     Scores rS, rdP;
     QueryRows shifts;
+    const auto at = query_position(count);
     wait_turn();
-    if (first) {
+    if (count == 0) {
       shared.q_ring.wait_full(at);
-      issue_scores(rS);
+      issue_scores(rS, at.stage);
     } else {
       QueryGradient::Fragment rdQ;
-      if constexpr (!Config::query_group) issue_query_gradient(rdQ);
-      issue_key_gradients();
-      const auto before = at;
-      at.advance();
-      publish_scores(ds_at);
+      if constexpr (!Config::query_group) issue_query_gradient(rdQ, count - 2, makes_query_gradient(count));
+      const auto before = query_position(count - 1);
+      issue_key_gradients(before.stage);
+      publish_scores(score_position(count - 1));
       if constexpr (!Config::query_group) {
         wgmma_wait<2>();
         pin_accumulators(rdQ);
-        stage(rdQ);
+        if (makes_query_gradient(count)) add_query_gradient(rdQ, work.before<2>(step), count - 2);
       }
       shared.q_ring.wait_full(at);
       if constexpr (Config::early_scores) {
         wgmma_wait<1>();
         pin_accumulators(rdV);
-        issue_scores(rS);
+        issue_scores(rS, at.stage);
         release_queries<1>(before);
       } else {
         release_queries<0>(before);
-        issue_scores(rS);
+        issue_scores(rS, at.stage);
       }
     }
     if (Config::pass_early) pass_turn();
-    if (first && !Config::keys_in_registers) shared.v_full.wait_full({});
+    if (count == 0 && !Config::keys_in_registers) shared.v_full.wait_full({});
     shifts.fetch(shared.shift(at.stage), lane());
-    issue_score_gradients(rdP);
+    issue_score_gradients(rdP, at);
     if (!Config::pass_early) pass_turn();
-    differentiate(rS, rdP, shifts, step);
+    differentiate(rS, rdP, shifts, step, count);
   }
 
-  // This warpgroup's part of dQ of the step that is next in line for it; of whatever is there when there is none, which
-  // nobody asks for: a branch would stand in the way of products that go on.
-  __device__ __forceinline__ void issue_query_gradient(QueryGradient::Fragment& rdQ) const {
+  // dQ lags two steps behind the scores: then the other warpgroup has published its part of dS.
+  static __device__ __forceinline__ bool makes_query_gradient(int count) { return !Config::query_group && count >= 2; }
+
+  // The places of the index-th step.
+  static __device__ __forceinline__ Shape::Ring::Position query_position(int index) {
+    return Shape::Ring::Position::of(index);
+  }
+  static __device__ __forceinline__ Shape::ScoreRing::Position score_position(int index) {
+    return Shape::ScoreRing::Position::of(index);
+  }
+
+  // This warpgroup's part of dQ of the index-th step; of whatever is there when there is none, which nobody asks for: a
+  // branch would stand in the way of products that go on.
+  __device__ __forceinline__ void issue_query_gradient(QueryGradient::Fragment& rdQ, int index, bool there) const {
     static_assert(Config::query_group || QueryGradient::parts == Shape::warpgroups);
-    if (lag == 0) shared.ds_ring.wait_full(gradient.at);
-    gradient.issue(rdQ, group);
+    const auto buffer = score_position(there ? index : 0);
+    if (there) shared.ds_ring.wait_full(buffer);
+    gradient.issue(rdQ, buffer.stage, group);
   }
 
-  __device__ __forceinline__ void stage(QueryGradient::Fragment& rdQ) {
-    if (lag == 0) {
-      if (has_staged) gradient.pass_turn(staged, group);
-      if (keys_marked) gradient.add_marked(next, rdQ, group);
-      gradient.release();
-      gradient.add(next, rdQ, group);
-      staged = next;
-      has_staged = true;
-      next = work.after(next);
-    } else {
-      --lag;
-    }
+  // When it is made.
+  __device__ __forceinline__ void add_query_gradient(QueryGradient::Fragment& rdQ, const QueryStep& step,
+                                                     int index) const {
+    const auto buffer = score_position(index);
+    if (Config::ordered && index > 0) gradient.pass_turn(work.before<1>(step), group);
+    if (keys_marked)
+      gradient.add_marked(step, buffer.stage, group * (Shape::tile_d / 2), (group + 1) * (Shape::tile_d / 2));
+    if (lane() == 0) shared.ds_ring.release(buffer);
+    gradient.add(step, rdQ, group);
   }
 
   // The last step's dK and dV.
-  __device__ __forceinline__ void end() {
-    publish_scores(ds_at);
+  __device__ __forceinline__ void end(int count) {
+    const auto last = query_position(count - 1);
+    publish_scores(score_position(count - 1));
     wait_turn();
-    issue_key_gradients();
-    release_queries<0>(at);
+    issue_key_gradients(last.stage);
+    release_queries<0>(last);
     pass_turn();
   }
 
-  // All dQ that are left.
-  __device__ __forceinline__ void add_rest() {
-    lag = 0;
+  // dQ of the last two steps. `step` is past the last.
+  __device__ __forceinline__ void add_rest(const QueryStep& step, int count) const {
 #pragma unroll 1
-    while (work.has(next)) {
+    for (int index = max(count - 2, 0); index < count; ++index) {
+      const QueryStep at = count - index == 2 ? work.before<2>(step) : work.before<1>(step);
       QueryGradient::Fragment rdQ;
-      issue_query_gradient(rdQ);
+      issue_query_gradient(rdQ, index, true);
       wgmma_wait<0>();
       pin_accumulators(rdQ);
-      stage(rdQ);
-      flush();
+      add_query_gradient(rdQ, at, index);
+      flush(at);
     }
-    gradient.pass_turn(staged, group);
+    gradient.pass_turn(work.before<1>(step), group);
     gradient.finish();
   }
 
   __device__ __forceinline__ void run() {
     QueryStep step = work.first(p);
-    const bool any = work.has(step);
-    if (any) {
+    int count = 0;
+    if (work.has(step)) {
       if (Config::take_turns && group == Shape::warpgroups - 1) named_barrier_arrive<256>(turn_barrier);
       shared.k_full.wait_full({});
       if (Config::keys_in_registers) shared.v_full.wait_full({});
-      keys_marked = inspect_keys(p, shared, work, 128 * group + thread);
+      keys_marked = in_uniform_register(inspect_keys(p, shared, work, 128 * group + thread));
       rK.load(shared.k(), warp_key(), lane());
       rV.load(shared.v(), warp_key(), lane());
-      bool first = true;
 #pragma unroll 1
-      for (; work.has(step); step = work.after(step)) {
-        go_on(step, first);
-        first = false;
-      }
-      end();
+      for (; work.has(step); step = work.after(step)) go_on(step, count++);
+      end(count);
     }
     // The first warpgroup is ahead of the others, whose part of dS the last dQ needs.
 #pragma unroll 1
@@ -258,8 +267,9 @@ struct Consumer : KeyRows {
       if (half == group % 2) {
         write_values(rdV);
         write_keys(rdK);
-      } else if (!Config::query_group && any)
-        add_rest();
+      } else if (!Config::query_group && count > 0) {
+        add_rest(step, count);
+      }
     }
   }
 };

@@ -142,6 +142,7 @@ struct KeyGroup : KeyRows {
     const auto before = at;
     at.advance();
     publish_scores(ds_at);
+    ds_at.advance();
     issue_score_gradients(more);
     wgmma_wait<0>();
     pin_accumulators(rdK);
