@@ -145,10 +145,11 @@ __device__ __forceinline__ void clear_weightless(const KeyRows& r, KeyRows::Scor
       if (is_weightless(r.shared, stage, 8 * m + 2 * (r.lane() % 4) + i)) scores[0][m][i] = scores[0][m][2 + i] = 0.0f;
 }
 
-// acc += S^T X over the inf and NaN of X (queries or dO) that this thread's keys see; S^T is in shared memory.
-template <class Queries, int Blocks>
+// acc += S^T X over the inf and NaN of X (queries or dO) that this thread's keys see; score(half, query) is a number of
+// S^T.
+template <class Queries, int Blocks, class Score>
 __device__ __forceinline__ void add_nonfinite_queries(const KeyRows& r, float (&acc)[1][Blocks][4], unsigned sX,
-                                                      unsigned sScores, int stage, int row_begin) {
+                                                      int stage, int row_begin, Score&& score) {
   add_visible_nonfinite<Shape::Element, Shape::tile_m>(
       acc,
       [&](int k, int, int half) {
@@ -156,7 +157,7 @@ __device__ __forceinline__ void add_nonfinite_queries(const KeyRows& r, float (&
         return row_begin + k < r.p.seqlen_q && !is_weightless(r.shared, stage, k) &&
                VisibleKeys::of_row<Config::has_band>(r.p, row_begin + k).contains(key);
       },
-      [&](int k, int, int half) { return load_transposed_score(sScores, r.key() + 8 * half, k); },
+      [&](int k, int, int half) { return score(half, k); },
       [&](int k, int n) { return load_shared(sX + Queries::chunk(made_anew(k), n) + 4 * (r.lane() % 4)); });
 }
 

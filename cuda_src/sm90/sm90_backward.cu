@@ -116,16 +116,6 @@ struct Consumer : KeyRows {
       silence_queries(step, count);
   }
 
-  // Whether some of the block's keys do not see a query, or nobody should.
-  __device__ __forceinline__ bool needs_care(const QueryStep& step, int stage) const {
-    unsigned any_weightless = 0;
-#pragma unroll
-    for (int i = 0; i < Shape::tile_m / 64; ++i) any_weightless |= load_shared(shared.weightless(stage) + 16 * i);
-    return in_uniform_register(any_weightless) ||
-           (Config::has_band &&
-            needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, step.row_begin(), work.c.key_tile));
-  }
-
   // When the scores of a step are not all finite. If Q or dO is the reason all warpgroups come here, and add what its
   // inf and NaN do to the dK and dV that see them; then those become 0.
   __device__ __forceinline__ void silence_queries(const QueryStep& step, int count) {
@@ -135,15 +125,17 @@ struct Consumer : KeyRows {
     const bool found = finds_nonfinite<Shape::Q::bytes>(sQ, made_anew(thread), 128) ||
                        finds_nonfinite<Shape::Dout::bytes>(sdO, made_anew(thread), 128);
     if (!in_uniform_register(named_barrier_or<128>(consumer_barrier + group, found))) return;
+    const KeyRows r = apart();
+    const auto score = [&](int half, int query) { return load_transposed_score(sScores, r.key() + 8 * half, query); };
     __syncwarp();
     store_scores(ds_at, rP);  // for a moment, for the lanes of a warp
     __syncwarp();
-    add_nonfinite_queries<Shape::Dout>(apart(), rdV, sdO, sScores, at.stage, step.row_begin());
+    add_nonfinite_queries<Shape::Dout>(apart(), rdV, sdO, at.stage, step.row_begin(), score);
     load_scores(ds_at, rP);
     __syncwarp();
     store_scores(ds_at, rdS);
     __syncwarp();
-    add_nonfinite_queries<Shape::Q>(apart(), rdK, sQ, sScores, at.stage, step.row_begin());
+    add_nonfinite_queries<Shape::Q>(apart(), rdK, sQ, at.stage, step.row_begin(), score);
     load_scores(ds_at, rdS);
     named_barrier_sync<Shape::consumers>(consumers_barrier);
     clear_for_products<Shape::Q::bytes>(apart(), sQ, consumer_barrier + group);
@@ -182,11 +174,10 @@ struct Consumer : KeyRows {
         issue_scores(rS, at.stage);
       }
     }
-    if (Config::pass_early) pass_turn();
     if (count == 0 && !Config::keys_in_registers) shared.v_full.wait_full({});
     shifts.fetch(shared.shift(at.stage), lane());
     issue_score_gradients(rdP, at);
-    if (!Config::pass_early) pass_turn();
+    pass_turn();
     differentiate(rS, rdP, shifts, step, count);
   }
 

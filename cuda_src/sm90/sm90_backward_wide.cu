@@ -24,6 +24,7 @@ struct ValueGroup : KeyRows {
   Scores rS;
   QueryRows shifts;
   Operand rP;
+  bool keys_marked = false;
 
   // From rS to P^T, which is sent on; where the score stage bends scores, its product with the slope is.
   __device__ __forceinline__ void weigh_and_send() {
@@ -59,11 +60,20 @@ struct ValueGroup : KeyRows {
 
   // What the scores of a step, which are there, add to dV, and the scores of the next.
   __device__ __forceinline__ void compute(const QueryStep& step, bool more) {
+    const bool careful = needs_care(step, at.stage);
+    bool found = false;
+    if (keys_marked) {
+      repair_scores(apart(), rS, shared.q(at.stage));
+      shifts.fetch(shared.shift(at.stage), lane());  // again: not held meanwhile
+    }
+    if (careful) found = !all_finite(rS);
     weigh_and_send();
-    if (lane() == 0) shared.q_ring.release(at);
     if (needs_mask_here(step)) clear_hidden(rS, step);
+    if (careful && in_uniform_register(__any_sync(0xFFFFFFFFu, found))) clear_weightless(apart(), rS, at.stage);
     pack_operand(rP, rS);
     shared.dout_ring.wait_full(at);
+    if (careful) silence_gradients(step);
+    if (lane() == 0) shared.q_ring.release(at);
     issue_gradient<Shape::Dout>(rdV, rP, shared.dout(at.stage));
     const auto before = at;
     at.advance();
@@ -74,11 +84,26 @@ struct ValueGroup : KeyRows {
     if (lane() == 0) shared.dout_ring.release(before);
   }
 
+  // Adds what inf and NaN of dO do to the dV that see them, and clears them, when the others have done with dO.
+  __device__ __forceinline__ void silence_gradients(const QueryStep& step) {
+    const unsigned sdO = shared.dout(at.stage);
+    const bool found = finds_nonfinite<Shape::Dout::bytes>(sdO, made_anew(thread), 128);
+    if (!in_uniform_register(named_barrier_or<128>(consumer_barrier, found))) return;
+    const KeyRows r = apart();
+    add_nonfinite_queries<Shape::Dout>(r, rdV, sdO, at.stage, step.row_begin(), [&](int half, int query) {
+      const unsigned of = (r.thread & ~3u) + query % 8 / 2;
+      return load_shared_float(weights_at(shared, of, query / 8) + 4 * (2 * half + query % 2));
+    });
+    named_barrier_sync<Shape::consumers>(consumers_barrier);
+    clear_for_products<Shape::Dout::bytes>(r, sdO, consumer_barrier);
+  }
+
   __device__ __forceinline__ void run() {
     QueryStep step = work.first(p);
     bool more = work.has(step);
     if (more) {
       shared.k_full.wait_full({});
+      keys_marked = in_uniform_register(inspect_keys(p, shared, work, thread));
       issue_scores(true);
       wgmma_wait<0>();
       pin_accumulators(rS);
@@ -133,11 +158,16 @@ struct KeyGroup : KeyRows {
 
   // What the gradients of the weights of a step, which are there, add to dK, and those of the next.
   __device__ __forceinline__ void compute(const QueryStep& step, bool more) {
+    const bool careful = needs_care(step, at.stage);
+    if (careful) let_gradients_be_silenced();
     if (lane() == 0) shared.dout_ring.release(at);
     receive_and_differentiate();
     if (needs_mask_here(step)) clear_hidden(rdP, step);
+    if (careful && in_uniform_register(__any_sync(0xFFFFFFFFu, !all_finite(rdP))))
+      clear_weightless(apart(), rdP, at.stage);
     pack_operand(rdS, rdP);
     store_scores(ds_at, rdS);
+    if (careful) silence_queries(step);
     issue_gradient<Shape::Q>(rdK, rdS, shared.q(at.stage));
     const auto before = at;
     at.advance();
@@ -150,10 +180,34 @@ struct KeyGroup : KeyRows {
     if (lane() == 0) shared.q_ring.release(before);
   }
 
+  // When dP is there: takes part in ValueGroup::silence_gradients if that has anything to do.
+  __device__ __forceinline__ void let_gradients_be_silenced() const {
+    // Inf or NaN of dO is in dP, too, whatever V is.
+    if (!in_uniform_register(named_barrier_or<128>(consumer_barrier + 1, !all_finite(rdP)))) return;
+    const bool found = finds_nonfinite<Shape::Dout::bytes>(shared.dout(at.stage), made_anew(thread), 128);
+    if (in_uniform_register(named_barrier_or<128>(consumer_barrier + 1, found)))
+      named_barrier_sync<Shape::consumers>(consumers_barrier);
+  }
+
+  // Adds what inf and NaN of Q do to the dK that see them, and clears them. The scores were made long before.
+  __device__ __forceinline__ void silence_queries(const QueryStep& step) {
+    const unsigned sQ = shared.q(at.stage), sdS = shared.ds(ds_at.stage);
+    const bool found = finds_nonfinite<Shape::Q::bytes>(sQ, made_anew(thread), 128);
+    if (!in_uniform_register(named_barrier_or<128>(consumer_barrier + 1, found))) return;
+    const KeyRows r = apart();
+    __syncwarp();
+    add_nonfinite_queries<Shape::Q>(r, rdK, sQ, at.stage, step.row_begin(), [&](int half, int query) {
+      return load_transposed_score(sdS, r.key() + 8 * half, query);
+    });
+    clear_for_products<Shape::Q::bytes>(r, sQ, consumer_barrier + 1);
+  }
+
   __device__ __forceinline__ void run() {
     QueryStep step = work.first(p);
     bool more = work.has(step);
     if (more) {
+      shared.k_full.wait_full({});
+      inspect_keys(p, shared, work, 128 + thread);
       shared.v_full.wait_full({});
       issue_score_gradients(true);
       wgmma_wait<0>();

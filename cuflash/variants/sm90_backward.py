@@ -100,7 +100,6 @@ class Sm90BackwardConfig:
     keys_in_registers: bool
     early_scores: bool
     take_turns: bool
-    pass_early: bool
     ordered: bool
     out_vector_bytes: int
     exact_dims: bool
@@ -182,7 +181,6 @@ class _Tile:
     keys_in_registers: bool = False
     early_scores: bool = True
     take_turns: bool = True
-    pass_early: bool = False
 
 
 # By (tile_d, tile_dv), smaller ones first.
@@ -220,6 +218,9 @@ def backward_config(problem: Problem, operands: BackwardOperands, *, determinist
     tile_d, tile_dv = _tile_dims(problem)
     tile = _TILES[tile_d, tile_dv]
     kind = Sm90BackwardWideConfig if tile.tile_n == 64 else Sm90BackwardConfig
+    fields = asdict(tile)
+    # Under a mask the time that is lost at both ends of a tile counts for more than what turns save in between.
+    fields["take_turns"] = tile.take_turns and not (tile_d == 64 and problem.has_band)
     return kind(
         element=problem.dtype,
         tile_d=tile_d,
@@ -229,7 +230,7 @@ def backward_config(problem: Problem, operands: BackwardOperands, *, determinist
         exact_dims=(problem.head_dim, problem.head_dim_v) == (tile_d, tile_dv),
         has_band=problem.has_band,
         score=score_stage(problem),
-        **asdict(tile),
+        **fields,
     )
 
 
