@@ -24,7 +24,8 @@ POINTERS = struct.Struct("5Q")
 _REST = struct.Struct("12q9i3f")
 FORWARD_PARAMS_BYTES = POINTERS.size + _REST.size
 
-# struct BackwardParams: a ForwardParams, then ten pointers (dout, dlse, dq, dk, dv, delta, dq_sum, turns, shift, weightless), then
+# struct BackwardParams: a ForwardParams, then ten pointers (dout, dlse, dq, dk, dv, delta, dq_sum, turns, shift,
+# weightless), then
 #   int64 dout_batch, dout_row, dout_head, dq_..., dk_..., dv_...;  int padded_rows;  float gradient_scale;  int section
 BACKWARD_POINTERS = struct.Struct("10Q")
 _BACKWARD_REST = struct.Struct("12qifi4x")

@@ -8,7 +8,7 @@ import cuflash
 from cuflash.reference import attention_backward_reference, check_backward
 
 pytestmark = pytest.mark.gpu
-VARIANTS = pytest.mark.parametrize("variant", ["sm80"])
+VARIANTS = pytest.mark.parametrize("variant", ["sm80", "sm90"])
 MODES = pytest.mark.parametrize("deterministic", [False, True])
 
 

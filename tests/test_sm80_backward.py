@@ -185,7 +185,7 @@ def test_assembly_is_in_ptx_alone():
             assert not re.search(r"\basm\b", path.read_text()), path
 
 
-POINTERS = "q k v out lse dout dlse dq dk dv delta dq_sum turns".split()
+POINTERS = "q k v out lse dout dlse dq dk dv delta dq_sum turns shift weightless".split()
 FORWARD = [f"{x}_{axis}" for x in ("q", "k", "v", "out") for axis in ("batch", "row", "head")]
 INTS = "seqlen_q seqlen_k heads_q group head_dim head_dim_v diag_lower diag_upper query_tiles".split()
 STEPS = [f"{x}_{axis}" for x in ("dout", "dq", "dk", "dv") for axis in ("batch", "row", "head")]
@@ -204,7 +204,7 @@ class BackwardParams(ctypes.Structure):
 
 
 def test_struct_is_that_of_the_kernels():
-    assert launch.BACKWARD_PARAMS_BYTES == ctypes.sizeof(BackwardParams) == launch.FORWARD_PARAMS_BYTES + 176
+    assert launch.BACKWARD_PARAMS_BYTES == ctypes.sizeof(BackwardParams) == launch.FORWARD_PARAMS_BYTES + 192
     source = (jit.source_root() / "core" / "params.cuh").read_text()
     kinds = {
         "const void*": 8,
@@ -212,6 +212,7 @@ def test_struct_is_that_of_the_kernels():
         "void*": 8,
         "float*": 8,
         "unsigned*": 8,
+        "uint4*": 8,
         "int64": 8,
         "int": 4,
         "float": 4,

@@ -192,6 +192,11 @@ _TILES = {
     (192, 192): _Tile(2, 64, 64, 3, 2, 64, take_turns=False),
     (256, 256): _Tile(2, 64, 64, 2, 2, 64, take_turns=False),
 }
+# tanh needs registers, too.
+_TILES_WITH_SOFTCAP = _TILES | {
+    (96, 96): _Tile(2, 64, 64, 3, 2, 32, take_turns=False),
+    (128, 128): _Tile(2, 64, 64, 3, 2, 64, take_turns=False),
+}
 
 
 def _tile_dims(problem: Problem) -> tuple[int, int]:
@@ -216,7 +221,7 @@ def _workspace_shapes(problem: Problem, deterministic: bool, tile_d: int) -> dic
 def backward_config(problem: Problem, operands: BackwardOperands, *, deterministic: bool = False) -> Sm90BackwardConfig:
     """The Config of the kernel that computes dk, dv and the sums of dq."""
     tile_d, tile_dv = _tile_dims(problem)
-    tile = _TILES[tile_d, tile_dv]
+    tile = (_TILES_WITH_SOFTCAP if problem.softcap > 0 else _TILES)[tile_d, tile_dv]
     kind = Sm90BackwardWideConfig if tile.tile_n == 64 else Sm90BackwardConfig
     fields = asdict(tile)
     # Under a mask the time that is lost at both ends of a tile counts for more than what turns save in between.
