@@ -212,7 +212,6 @@ def test_struct_is_that_of_the_kernels():
         "void*": 8,
         "float*": 8,
         "unsigned*": 8,
-        "uint4*": 8,
         "int64": 8,
         "int": 4,
         "float": 4,

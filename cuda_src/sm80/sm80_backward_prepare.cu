@@ -18,7 +18,6 @@
 namespace cuflash {
 
 constexpr int kThreads = 32 * Config::warps;
-constexpr int kWeightlessRows = 64;  // for which there is a word
 static_assert(Config::tile_m == 16 * Config::warps && Config::tile_m == kWeightlessRows, "16 rows a warp");
 
 // Rows of dO and O to the two tiles in shared memory, asynchronously; those past the end and columns past head_dim_v
@@ -90,6 +89,5 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps)
   });
   if (p.shift == nullptr) return;
   any_weightless = __syncthreads_or(any_weightless);
-  if (threadIdx.x == 0)
-    p.weightless[(head * p.padded_rows + row_begin) / kWeightlessRows] = make_uint4(any_weightless, 0, 0, 0);
+  if (threadIdx.x == 0) p.weightless[(head * p.padded_rows + row_begin) / kWeightlessRows] = any_weightless;
 }

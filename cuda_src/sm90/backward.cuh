@@ -33,10 +33,10 @@ struct Shape {
   using Scores = PanelLayout<tile_n, tile_m>;
   using Ring = RingBarriers<stages>;
   using ScoreRing = RingBarriers<buffers>;
-  static constexpr int rows_bytes = 2 * 4 * tile_m + 16 * (tile_m / 64);
+  static constexpr int rows_bytes = 2 * 4 * tile_m;
   // Shared memory, from a multiple of 1024: sK (tile_n, tile_d); sV (tile_n, tile_dv); sQ (stages, tile_m, tile_d);
   // sdO (stages, tile_m, tile_dv); sdS (buffers, tile_n, tile_m), transposed; the rows' shifts and deltas (stages, 2,
-  // tile_m) and whether any is weightless; dQ on its way out of a warpgroup (dq_writers, 64, dq_columns); P^T in
+  // tile_m); dQ on its way out of a warpgroup (dq_writers, 64, dq_columns); P^T in
   // float32 between warpgroups that share keys (tile_n, tile_m); the marks of keys; the barriers.
   static constexpr int v_at = K::bytes, q_at = v_at + V::bytes, dout_at = q_at + stages * Q::bytes;
   static constexpr int ds_at = dout_at + stages * Dout::bytes, rows_at = ds_at + buffers * Scores::bytes;
@@ -98,7 +98,6 @@ struct Shared {
   __device__ __forceinline__ unsigned dq(int writer) const { return base + Shape::dq_at + writer * Shape::dq_bytes; }
   __device__ __forceinline__ unsigned weights() const { return base + Shape::weights_at; }
   __device__ __forceinline__ unsigned delta(int stage) const { return shift(stage) + 4 * Shape::tile_m; }
-  __device__ __forceinline__ unsigned weightless(int stage) const { return shift(stage) + 8 * Shape::tile_m; }
   __device__ __forceinline__ unsigned mark(int key) const { return base + Shape::marks_at + 4 * key; }
 };
 

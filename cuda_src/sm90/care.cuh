@@ -48,6 +48,20 @@ __device__ __forceinline__ float high_half(unsigned pair) {
   return unpack<Shape::Element>(static_cast<unsigned short>(pair >> 16));
 }
 
+// By all consumers, as long as K is on its way: whether the block meets a weightless row.
+__device__ __forceinline__ bool meets_weightless(const BackwardParams& p, const Work& work, unsigned thread) {
+  const int rows = Shape::tile_m / kWeightlessRows;  // words of a query tile
+  const int first = work.tiles.first * rows, last = min(work.tiles.last * rows, p.padded_rows / kWeightlessRows);
+  unsigned any = 0;
+#pragma unroll 1
+  for (int head = work.first(p).head; head < work.end_head; ++head) {
+    const int64 at = (static_cast<int64>(work.c.batch) * p.heads_q + head) * (p.padded_rows / kWeightlessRows);
+#pragma unroll 1
+    for (int i = first + thread; i < last; i += Shape::consumers) any |= p.weightless[at + i];
+  }
+  return in_uniform_register(named_barrier_or<Shape::consumers>(consumers_barrier, any != 0));
+}
+
 // By all consumers, before anybody uses K: marks and clears keys with inf or NaN. Says whether there are any.
 __device__ __forceinline__ bool inspect_keys(const BackwardParams& p, const Shared& shared, const Work& work,
                                              unsigned thread) {

@@ -176,13 +176,9 @@ struct KeyRows {
   }
 
   // Whether some of the block's keys do not see a query, or nobody should.
-  __device__ __forceinline__ bool needs_care(const QueryStep& step, int stage) const {
-    unsigned any_weightless = 0;
-#pragma unroll
-    for (int i = 0; i < Shape::tile_m / 64; ++i) any_weightless |= load_shared(shared.weightless(stage) + 16 * i);
-    return in_uniform_register(any_weightless) ||
-           (Config::has_band &&
-            needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, step.row_begin(), work.c.key_tile));
+  __device__ __forceinline__ bool needs_care(const QueryStep& step, bool any_weightless) const {
+    return any_weightless || (Config::has_band && needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(
+                                                      p, step.row_begin(), work.c.key_tile));
   }
 
   // Rows of dK or dV, times a factor.

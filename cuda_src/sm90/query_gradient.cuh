@@ -53,7 +53,6 @@ struct Loader {
                      Shape::rows_bytes);
       bulk_load(shared.shift(stage), p.shift + row_at, 4 * Shape::tile_m, full);
       bulk_load(shared.delta(stage), p.delta + row_at, 4 * Shape::tile_m, full);
-      bulk_load(shared.weightless(stage), p.weightless + row_at / 64, 16 * (Shape::tile_m / 64), full);
     }
     if (first) load_values();
     shared.dout_ring.wait_empty(at);

@@ -20,7 +20,7 @@ struct Consumer : KeyRows {
   KeyOperand<Shape::K> rK;
   KeyOperand<Shape::V> rV;
   Operand rP, rdS;  // of the products that go on
-  bool keys_marked = false;
+  bool keys_marked = false, any_weightless = false;
   QueryGradient gradient;
 
   __device__ __forceinline__ Consumer(const BackwardParams& p, const Shared& shared, const Work& work, int group,
@@ -73,7 +73,7 @@ struct Consumer : KeyRows {
   __device__ __forceinline__ void differentiate(Scores& rS, Scores& rdP, QueryRows& shifts, const QueryStep& step,
                                                 int count) {
     const auto at = query_position(count);
-    const bool masked = needs_mask_here(step), careful = needs_care(step, at.stage);
+    const bool masked = needs_mask_here(step), careful = needs_care(step, any_weightless);
     bool found = false;
     if constexpr (Config::score::bends) {
       wgmma_wait<0>();
@@ -243,6 +243,7 @@ struct Consumer : KeyRows {
     int count = 0;
     if (work.has(step)) {
       if (Config::take_turns && group == Shape::warpgroups - 1) named_barrier_arrive<256>(turn_barrier);
+      any_weightless = meets_weightless(p, work, 128 * group + thread);
       shared.k_full.wait_full({});
       if (Config::keys_in_registers) shared.v_full.wait_full({});
       keys_marked = in_uniform_register(inspect_keys(p, shared, work, 128 * group + thread));

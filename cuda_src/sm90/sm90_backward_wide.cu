@@ -24,7 +24,7 @@ struct ValueGroup : KeyRows {
   Scores rS;
   QueryRows shifts;
   Operand rP;
-  bool keys_marked = false;
+  bool keys_marked = false, any_weightless = false;
 
   // From rS to P^T, which is sent on; where the score stage bends scores, its product with the slope is.
   __device__ __forceinline__ void weigh_and_send() {
@@ -60,7 +60,7 @@ struct ValueGroup : KeyRows {
 
   // What the scores of a step, which are there, add to dV, and the scores of the next.
   __device__ __forceinline__ void compute(const QueryStep& step, bool more) {
-    const bool careful = needs_care(step, at.stage);
+    const bool careful = needs_care(step, any_weightless);
     bool found = false;
     if (keys_marked) {
       repair_scores(apart(), rS, shared.q(at.stage));
@@ -102,6 +102,7 @@ struct ValueGroup : KeyRows {
     QueryStep step = work.first(p);
     bool more = work.has(step);
     if (more) {
+      any_weightless = meets_weightless(p, work, thread);
       shared.k_full.wait_full({});
       keys_marked = in_uniform_register(inspect_keys(p, shared, work, thread));
       issue_scores(true);
@@ -126,6 +127,7 @@ struct KeyGroup : KeyRows {
   Shape::ScoreRing::Position ds_at;
   float rdK[1][Shape::d_blocks][4] = {};
   Scores rdP;
+  bool any_weightless = false;
   QueryRows deltas;
   Operand rdS;
 
@@ -158,7 +160,7 @@ struct KeyGroup : KeyRows {
 
   // What the gradients of the weights of a step, which are there, add to dK, and those of the next.
   __device__ __forceinline__ void compute(const QueryStep& step, bool more) {
-    const bool careful = needs_care(step, at.stage);
+    const bool careful = needs_care(step, any_weightless);
     if (careful) let_gradients_be_silenced();
     if (lane() == 0) shared.dout_ring.release(at);
     receive_and_differentiate();
@@ -206,6 +208,7 @@ struct KeyGroup : KeyRows {
     QueryStep step = work.first(p);
     bool more = work.has(step);
     if (more) {
+      any_weightless = meets_weightless(p, work, 128 + thread);
       shared.k_full.wait_full({});
       inspect_keys(p, shared, work, 128 + thread);
       shared.v_full.wait_full({});

@@ -124,7 +124,7 @@ class Sm90BackwardConfig:
         weights = 4 * self.tile_n * self.tile_m if self.tile_n == 64 else 0
         return (
             2 * tiles
-            + (8 * self.tile_m + 16 * (self.tile_m // 64)) * self.stages
+            + 8 * self.tile_m * self.stages
             + 4 * self.tile_n
             + sums
             + weights
@@ -210,7 +210,7 @@ def _workspace_shapes(problem: Problem, deterministic: bool, tile_d: int) -> dic
     shapes: dict[str, tuple[int, ...]] = {
         "delta": (*heads, rows),
         "shift": (*heads, rows),
-        "weightless": (*heads, rows // 64, 4),
+        "weightless": (*heads, rows // 64),
         "dq_sum": (*heads, rows, tile_d),
     }
     if deterministic:
