@@ -85,6 +85,17 @@ __device__ __forceinline__ bool inspect_keys(const BackwardParams& p, const Shar
   return true;
 }
 
+// What a block knows when inspect() has returned.
+enum { kKeysMarked = 1, kAnyWeightless = 2 };
+
+// By all consumers: waits for the keys.
+__device__ __forceinline__ int inspect(const BackwardParams& p, const Shared& shared, const Work& work,
+                                       unsigned thread) {
+  const int rows = meets_weightless(p, work, thread) ? kAnyWeightless : 0;
+  shared.k_full.wait_full({});
+  return in_uniform_register(rows | (inspect_keys(p, shared, work, thread) ? kKeysMarked : 0));
+}
+
 // What marked keys add to this thread's scores, which the product with the cleared ones made.
 __device__ __forceinline__ void repair_scores(const KeyRows& r, KeyRows::Scores& rS, unsigned sQ) {
 #pragma unroll

@@ -170,15 +170,9 @@ struct KeyRows {
     if (lane() == 0) shared.ds_ring.publish(ds_at);
   }
 
-  __device__ __forceinline__ bool needs_mask_here(const QueryStep& step) const {
-    return needs_mask<Config::has_band, Shape::tile_m, 64>(p, step.row_begin(),
-                                                           work.c.key_tile * (Shape::tile_n / 64) + group);
-  }
-
-  // Whether some of the block's keys do not see a query, or nobody should.
-  __device__ __forceinline__ bool needs_care(const QueryStep& step, bool any_weightless) const {
-    return any_weightless || (Config::has_band && needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(
-                                                      p, step.row_begin(), work.c.key_tile));
+  // Whether some of the block's keys do not see a query or do not exist, or whether every step needs care.
+  __device__ __forceinline__ bool needs_care(const QueryStep& step, bool always) const {
+    return always || needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, step.row_begin(), work.c.key_tile);
   }
 
   // Rows of dK or dV, times a factor.

@@ -20,7 +20,7 @@ struct Consumer : KeyRows {
   KeyOperand<Shape::K> rK;
   KeyOperand<Shape::V> rV;
   Operand rP, rdS;  // of the products that go on
-  bool keys_marked = false, any_weightless = false;
+  int care = 0;     // kKeysMarked, kAnyWeightless
   QueryGradient gradient;
 
   __device__ __forceinline__ Consumer(const BackwardParams& p, const Shared& shared, const Work& work, int group,
@@ -70,50 +70,50 @@ struct Consumer : KeyRows {
   }
 
   // From the products of a step, which may still be under way, to P^T and dS^T as operands and dS^T in shared memory.
+  // Plain steps are those that needs_care() passes.
+  template <bool Plain>
   __device__ __forceinline__ void differentiate(Scores& rS, Scores& rdP, QueryRows& shifts, const QueryStep& step,
                                                 int count) {
     const auto at = query_position(count);
-    const bool masked = needs_mask_here(step), careful = needs_care(step, any_weightless);
     bool found = false;
-    if constexpr (Config::score::bends) {
-      wgmma_wait<0>();
-      pin_accumulators(rS);
-      pin_accumulators(rdP);
-      if (keys_marked) repair_scores(apart(), rS, shared.q(at.stage));
-      if (careful) found = !(all_finite(rS) && all_finite(rdP));
-      if (makes_query_gradient(count)) flush(work.before<2>(step));
-      QueryRows deltas;
-      deltas.fetch(shared.delta(at.stage), lane());
-      weigh_and_differentiate(rS, rdP, shifts, deltas);
-      if (masked) clear_hidden(rS, step);
-    } else {
-      wgmma_wait<1>();
-      pin_accumulators(rS);
-      if (keys_marked) {
+    QueryRows deltas;
+    wgmma_wait<Config::score::bends ? 0 : 1>();
+    pin_accumulators(rS);
+    if constexpr (Config::score::bends) pin_accumulators(rdP);
+    if constexpr (!Plain) {
+      if (Config::has_band && care & kKeysMarked) {
         repair_scores(apart(), rS, shared.q(at.stage));
         shifts.fetch(shared.shift(at.stage), lane());  // again: not held meanwhile
       }
-      if (careful) found = !all_finite(rS);
-      weigh(rS, shifts);
-      if (masked) clear_hidden(rS, step);
+      found = !all_finite(rS);
+    }
+    if constexpr (Config::score::bends) {
       if (makes_query_gradient(count)) flush(work.before<2>(step));
-      QueryRows deltas;
+      deltas.fetch(shared.delta(at.stage), lane());
+      if constexpr (!Plain) found |= !all_finite(rdP);
+      weigh_and_differentiate(rS, rdP, shifts, deltas);
+    } else {
+      weigh(rS, shifts);
+      if (makes_query_gradient(count)) flush(work.before<2>(step));
       deltas.fetch(shared.delta(at.stage), lane());
       wgmma_wait<0>();
       pin_accumulators(rdP);
-      if (careful) found |= !all_finite(rdP);
+      if constexpr (!Plain) found |= !all_finite(rdP);
       differentiate_softmax(rS, rdP, deltas);
     }
-    if (masked) clear_hidden(rdP, step);
-    if (careful && in_uniform_register(found)) {
-      clear_weightless(apart(), rS, at.stage);
-      clear_weightless(apart(), rdP, at.stage);
+    if constexpr (!Plain) {
+      clear_hidden(rS, step);
+      clear_hidden(rdP, step);
+      if (in_uniform_register(found)) {
+        clear_weightless(apart(), rS, at.stage);
+        clear_weightless(apart(), rdP, at.stage);
+      }
     }
     pack_operand(rP, rS);
     pack_operand(rdS, rdP);
     store_scores(score_position(count), rdS);
-    if (careful && in_uniform_register(named_barrier_or<128>(consumer_barrier + group, found)))
-      silence_queries(step, count);
+    if constexpr (!Plain)
+      if (in_uniform_register(named_barrier_or<128>(consumer_barrier + group, found))) silence_queries(step, count);
   }
 
   // When the scores of a step are not all finite. If Q or dO is the reason all warpgroups come here, and add what its
@@ -178,7 +178,11 @@ struct Consumer : KeyRows {
     shifts.fetch(shared.shift(at.stage), lane());
     issue_score_gradients(rdP, at);
     pass_turn();
-    differentiate(rS, rdP, shifts, step, count);
+    if (needs_care(step, care != 0)) {
+      differentiate<false>(rS, rdP, shifts, step, count);
+    } else {
+      differentiate<true>(rS, rdP, shifts, step, count);
+    }
   }
 
   // dQ lags two steps behind the scores: then the other warpgroup has published its part of dS.
@@ -206,7 +210,7 @@ struct Consumer : KeyRows {
                                                      int index) const {
     const auto buffer = score_position(index);
     if (Config::ordered && index > 0) gradient.pass_turn(work.before<1>(step), group);
-    if (keys_marked)
+    if (Config::has_band && care & kKeysMarked)
       gradient.add_marked(step, buffer.stage, group * (Shape::tile_d / 2), (group + 1) * (Shape::tile_d / 2));
     if (lane() == 0) shared.ds_ring.release(buffer);
     gradient.add(step, rdQ, group);
@@ -243,10 +247,8 @@ struct Consumer : KeyRows {
     int count = 0;
     if (work.has(step)) {
       if (Config::take_turns && group == Shape::warpgroups - 1) named_barrier_arrive<256>(turn_barrier);
-      any_weightless = meets_weightless(p, work, 128 * group + thread);
-      shared.k_full.wait_full({});
       if (Config::keys_in_registers) shared.v_full.wait_full({});
-      keys_marked = in_uniform_register(inspect_keys(p, shared, work, 128 * group + thread));
+      care = inspect(p, shared, work, 128 * group + thread);
       rK.load(shared.k(), warp_key(), lane());
       rV.load(shared.v(), warp_key(), lane());
 #pragma unroll 1

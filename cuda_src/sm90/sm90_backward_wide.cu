@@ -24,7 +24,7 @@ struct ValueGroup : KeyRows {
   Scores rS;
   QueryRows shifts;
   Operand rP;
-  bool keys_marked = false, any_weightless = false;
+  int care = 0;  // kKeysMarked, kAnyWeightless
 
   // From rS to P^T, which is sent on; where the score stage bends scores, its product with the slope is.
   __device__ __forceinline__ void weigh_and_send() {
@@ -58,22 +58,35 @@ struct ValueGroup : KeyRows {
     issue_product<Shape::K, Shape::Q>(rS, {}, shared.k(), shared.q(at.stage));
   }
 
-  // What the scores of a step, which are there, add to dV, and the scores of the next.
-  __device__ __forceinline__ void compute(const QueryStep& step, bool more) {
-    const bool careful = needs_care(step, any_weightless);
+  // From the scores of a step, which are there, to P^T as an operand. Plain steps are those that needs_care() passes.
+  template <bool Plain>
+  __device__ __forceinline__ void weigh(const QueryStep& step) {
     bool found = false;
-    if (keys_marked) {
-      repair_scores(apart(), rS, shared.q(at.stage));
-      shifts.fetch(shared.shift(at.stage), lane());  // again: not held meanwhile
+    if constexpr (!Plain) {
+      if (Config::has_band && care & kKeysMarked) {
+        repair_scores(apart(), rS, shared.q(at.stage));
+        shifts.fetch(shared.shift(at.stage), lane());  // again: not held meanwhile
+      }
+      found = !all_finite(rS);
     }
-    if (careful) found = !all_finite(rS);
     weigh_and_send();
-    if (needs_mask_here(step)) clear_hidden(rS, step);
-    if (careful && in_uniform_register(__any_sync(0xFFFFFFFFu, found))) clear_weightless(apart(), rS, at.stage);
+    if constexpr (!Plain) {
+      clear_hidden(rS, step);
+      if (in_uniform_register(found)) clear_weightless(apart(), rS, at.stage);
+    }
     pack_operand(rP, rS);
     shared.dout_ring.wait_full(at);
-    if (careful) silence_gradients(step);
+    if constexpr (!Plain) silence_gradients(step);
     if (lane() == 0) shared.q_ring.release(at);
+  }
+
+  // What the scores of a step, which are there, add to dV, and the scores of the next.
+  __device__ __forceinline__ void compute(const QueryStep& step, bool more) {
+    if (needs_care(step, care != 0)) {
+      weigh<false>(step);
+    } else {
+      weigh<true>(step);
+    }
     issue_gradient<Shape::Dout>(rdV, rP, shared.dout(at.stage));
     const auto before = at;
     at.advance();
@@ -102,9 +115,7 @@ struct ValueGroup : KeyRows {
     QueryStep step = work.first(p);
     bool more = work.has(step);
     if (more) {
-      any_weightless = meets_weightless(p, work, thread);
-      shared.k_full.wait_full({});
-      keys_marked = in_uniform_register(inspect_keys(p, shared, work, thread));
+      care = inspect(p, shared, work, thread);
       issue_scores(true);
       wgmma_wait<0>();
       pin_accumulators(rS);
@@ -127,7 +138,7 @@ struct KeyGroup : KeyRows {
   Shape::ScoreRing::Position ds_at;
   float rdK[1][Shape::d_blocks][4] = {};
   Scores rdP;
-  bool any_weightless = false;
+  int care = 0;
   QueryRows deltas;
   Operand rdS;
 
@@ -158,18 +169,28 @@ struct KeyGroup : KeyRows {
     issue_product<Shape::V, Shape::Dout>(rdP, {}, shared.v(), shared.dout(at.stage));
   }
 
-  // What the gradients of the weights of a step, which are there, add to dK, and those of the next.
-  __device__ __forceinline__ void compute(const QueryStep& step, bool more) {
-    const bool careful = needs_care(step, any_weightless);
-    if (careful) let_gradients_be_silenced();
+  // From the gradients of the weights of a step, which are there, to dS^T as an operand and in shared memory.
+  template <bool Plain>
+  __device__ __forceinline__ void differentiate(const QueryStep& step) {
+    if constexpr (!Plain) let_gradients_be_silenced();
     if (lane() == 0) shared.dout_ring.release(at);
     receive_and_differentiate();
-    if (needs_mask_here(step)) clear_hidden(rdP, step);
-    if (careful && in_uniform_register(__any_sync(0xFFFFFFFFu, !all_finite(rdP))))
-      clear_weightless(apart(), rdP, at.stage);
+    if constexpr (!Plain) {
+      if (needs_care(step, false)) clear_hidden(rdP, step);
+      if (in_uniform_register(!all_finite(rdP))) clear_weightless(apart(), rdP, at.stage);
+    }
     pack_operand(rdS, rdP);
     store_scores(ds_at, rdS);
-    if (careful) silence_queries(step);
+    if constexpr (!Plain) silence_queries(step);
+  }
+
+  // What they add to dK, and those of the next step.
+  __device__ __forceinline__ void compute(const QueryStep& step, bool more) {
+    if (needs_care(step, care != 0)) {
+      differentiate<false>(step);
+    } else {
+      differentiate<true>(step);
+    }
     issue_gradient<Shape::Q>(rdK, rdS, shared.q(at.stage));
     const auto before = at;
     at.advance();
@@ -208,9 +229,7 @@ struct KeyGroup : KeyRows {
     QueryStep step = work.first(p);
     bool more = work.has(step);
     if (more) {
-      any_weightless = meets_weightless(p, work, 128 + thread);
-      shared.k_full.wait_full({});
-      inspect_keys(p, shared, work, 128 + thread);
+      care = inspect(p, shared, work, 128 + thread);
       shared.v_full.wait_full({});
       issue_score_gradients(true);
       wgmma_wait<0>();

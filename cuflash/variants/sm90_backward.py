@@ -122,15 +122,7 @@ class Sm90BackwardConfig:
         writers = self.bulk_add * (1 if self.query_group else self.warpgroups)
         sums = 4 * writers * 64 * self.dq_columns
         weights = 4 * self.tile_n * self.tile_m if self.tile_n == 64 else 0
-        return (
-            2 * tiles
-            + 8 * self.tile_m * self.stages
-            + 4 * self.tile_n
-            + sums
-            + weights
-            + barriers
-            + 1024
-        )
+        return 2 * tiles + 8 * self.tile_m * self.stages + 4 * self.tile_n + sums + weights + barriers + 1024
 
     @property
     def numbered(self) -> bool:
@@ -210,8 +202,8 @@ def _workspace_shapes(problem: Problem, deterministic: bool, tile_d: int) -> dic
     shapes: dict[str, tuple[int, ...]] = {
         "delta": (*heads, rows),
         "shift": (*heads, rows),
+        "dq_sum": (*heads, rows, tile_d),  # behind what keeps it aligned
         "weightless": (*heads, rows // 64),
-        "dq_sum": (*heads, rows, tile_d),
     }
     if deterministic:
         shapes["turns"] = (*heads, rows // sm80.TURN_ROWS)
@@ -226,6 +218,7 @@ def backward_config(problem: Problem, operands: BackwardOperands, *, determinist
     fields = asdict(tile)
     # Under a mask the time that is lost at both ends of a tile counts for more than what turns save in between.
     fields["take_turns"] = tile.take_turns and not (tile_d == 64 and problem.has_band)
+    fields["early_scores"] = tile.early_scores and score_stage(problem) == "score_folded"  # the others need registers
     return kind(
         element=problem.dtype,
         tile_d=tile_d,
