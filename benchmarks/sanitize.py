@@ -22,7 +22,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-RUNS = ("sm80", "sm90", "sm80-backward")
+RUNS = ("sm80", "sm90", "sm80-backward", "sm90-backward")
 
 
 def run_cases(run: str) -> None:

@@ -21,6 +21,7 @@ from cuflash.variants import sm80_backward
 from cuflash.variants.base import BackwardOperands
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="g++ is not installed")
+VARIANTS = pytest.mark.parametrize("variant", ["sm80", "sm90"])
 
 
 def differentiate(
@@ -63,17 +64,19 @@ CASES = [
 ]
 
 
+@VARIANTS
 @pytest.mark.parametrize(("m", "n", "d", "dv", "options"), CASES, ids=str)
-def test_backward(m, n, d, dv, options):
+def test_backward(m, n, d, dv, options, variant):
     arrays = case(m, n, d, dv, **options)
     for way in WAYS:
-        check_backward(differentiate(*arrays, way, **options), *arrays, **options)
+        check_backward(differentiate(*arrays, way, variant=variant, **options), *arrays, **options)
 
 
+@VARIANTS
 @pytest.mark.parametrize(("m", "n", "d", "dv", "options"), CASES[1:4], ids=str)
-def test_deterministic_pass(m, n, d, dv, options):
+def test_deterministic_pass(m, n, d, dv, options, variant):
     arrays = case(m, n, d, dv, **options)
-    runs = [differentiate(*arrays, way, deterministic=True, **options) for way in WAYS]
+    runs = [differentiate(*arrays, way, deterministic=True, variant=variant, **options) for way in WAYS]
     check_backward(runs[0], *arrays, **options)
     for first, second in zip(*runs, strict=True):
         np.testing.assert_array_equal(first.view(np.uint16), second.view(np.uint16))
@@ -118,33 +121,38 @@ def test_ways_to_share_out_a_tile(tile, fields, sizes, options, deterministic, m
         check_backward(differentiate(*arrays, way, deterministic=deterministic, **options), *arrays, **options)
 
 
-def test_gradient_through_lse():
+@VARIANTS
+def test_gradient_through_lse(variant):
     arrays = case(100, 90, 64, 64, causal=True)
     dlse = np.random.default_rng(5).standard_normal(arrays[-1].shape).astype(np.float32)
-    grads = differentiate(*arrays, Way(3, True), dlse=dlse, causal=True)
+    grads = differentiate(*arrays, Way(3, True), dlse=dlse, causal=True, variant=variant)
     check_backward(grads, *arrays, dlse=dlse, causal=True)
 
 
+@VARIANTS
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_hidden_nan_reaches_no_row_that_does_not_see_it(deterministic):
+def test_hidden_nan_reaches_no_row_that_does_not_see_it(deterministic, variant):
     dout, q, k, v, _, _ = case(100, 100, 64, 64, hq=1)
     for x in (k, v):
         x[0, 60, 0, 3] = np.nan
     out, lse = cuflash.attention(q, k, v, return_lse=True, causal=True)
     clean = [x.copy() for x in (dout, q, k, v, out, lse)]
-    dq, _, _ = differentiate(dout, q, k, v, out, lse, Way(2, True), causal=True, deterministic=deterministic)
+    dq, _, _ = differentiate(
+        dout, q, k, v, out, lse, Way(2, True), causal=True, deterministic=deterministic, variant=variant
+    )
     assert np.isnan(dq[0, 60:].astype(np.float32)).any(axis=-1).all()
     for x in clean[2:4]:
         x[0, 60, 0, 3] = 0
-    want, _, _ = differentiate(*clean, Way(2, True), causal=True, deterministic=deterministic)
+    want, _, _ = differentiate(*clean, Way(2, True), causal=True, deterministic=deterministic, variant=variant)
     np.testing.assert_array_equal(dq[0, :60].view(np.uint16), want[0, :60].view(np.uint16))
 
 
+@pytest.mark.parametrize(("d", "variant"), [(64, "sm80"), (64, "sm90"), (128, "sm90"), (192, "sm90")])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (20, 30)}], ids=str)
-def test_what_sees_no_nan_keeps_its_bits(options, deterministic):
+def test_what_sees_no_nan_keeps_its_bits(options, deterministic, d, variant):
     """A tile that holds NaN under a mask goes another way, which rounds the rest as the usual one does."""
-    clean = case(100, 128, 64, 64, dtype="float16", hq=1, **options)[:4]
+    clean = case(100, 128, d, d, dtype="float16", hq=1, **options)[:4]
     sees = visible(100, 128, **options)
     for which, at in ((0, 50), (1, 50), (2, 70), (3, 70)):
         arrays = [x.copy() for x in clean]
@@ -152,7 +160,9 @@ def test_what_sees_no_nan_keeps_its_bits(options, deterministic):
         runs = []
         for x in (clean, arrays):
             out, lse = cuflash.attention(*x[1:], return_lse=True, **options)
-            runs.append(differentiate(*x, out, lse, Way(2, True), deterministic=deterministic, **options))
+            runs.append(
+                differentiate(*x, out, lse, Way(2, True), deterministic=deterministic, variant=variant, **options)
+            )
         rows = np.arange(100) == at if which < 2 else sees[:, at]
         keys = sees[rows].any(axis=0)
         for want, got, touched in zip(*runs, (rows, keys, keys), strict=True):
@@ -161,11 +171,22 @@ def test_what_sees_no_nan_keeps_its_bits(options, deterministic):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("d", "dv", "arch"), [(64, 64, "sm_90"), (128, 59, "sm_90"), (64, 256, "sm_89")])
-def test_one_key_has_a_weight_of_1_whatever_its_score(d, dv, arch, deterministic):
+@pytest.mark.parametrize(
+    ("d", "dv", "arch", "variant"),
+    [
+        (64, 64, "sm_90", "sm80"),
+        (128, 59, "sm_90", "sm80"),
+        (64, 256, "sm_89", "sm80"),
+        (64, 64, "sm_90", "sm90"),
+        (128, 59, "sm_90", "sm90"),
+        (64, 256, "sm_90", "sm90"),
+    ],
+)
+def test_one_key_has_a_weight_of_1_whatever_its_score(d, dv, arch, variant, deterministic):
     for n, options in ((70, {"causal": "top-left"}), (70, {"window": (0, 0)}), (1, {})):
         arrays = case(70, n, d, dv, hq=1, **options)
-        dq, dk, dv_ = differentiate(*arrays, Way(4, True), deterministic=deterministic, arch=arch, **options)
+        how = {"deterministic": deterministic, "arch": arch, "variant": variant}
+        dq, dk, dv_ = differentiate(*arrays, Way(4, True), **how, **options)
         check_backward((dq, dk, dv_), *arrays, **options)
         one = visible(70, n, **options).sum(axis=1) == 1
         assert one.any() and not wide(dq)[:, one].any()
@@ -175,25 +196,29 @@ def test_one_key_has_a_weight_of_1_whatever_its_score(d, dv, arch, deterministic
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
-    ("d", "arch", "options"),
+    ("d", "arch", "variant", "options"),
     [
-        (64, "sm_90", {}),
-        (64, "sm_90", {"causal": "top-left"}),  # without a mask on the tile of rows 128 and keys 0
-        (64, "sm_90", {"window": (150, 0)}),
-        (128, "sm_90", {}),
-        (40, "sm_80", {"causal": True}),
-        (256, "sm_89", {"causal": "top-left"}),
+        (64, "sm_90", "sm80", {}),
+        (64, "sm_90", "sm80", {"causal": "top-left"}),  # without a mask on the tile of rows 128 and keys 0
+        (64, "sm_90", "sm80", {"window": (150, 0)}),
+        (128, "sm_90", "sm80", {}),
+        (40, "sm_80", "sm80", {"causal": True}),
+        (256, "sm_89", "sm80", {"causal": "top-left"}),
+        (64, "sm_90", "sm90", {}),
+        (64, "sm_90", "sm90", {"window": (150, 0)}),
+        (128, "sm_90", "sm90", {"causal": "top-left"}),
+        (256, "sm_90", "sm90", {"causal": True}),
     ],
     ids=str,
 )
-def test_row_whose_scores_are_all_minus_infinity(d, arch, options, deterministic):
+def test_row_whose_scores_are_all_minus_infinity(d, arch, variant, options, deterministic):
     dout, q, k, v = case(200, 200, d, 64, dtype="float16", hq=1, **options)[:4]
     k = np.abs(k) + np.float16(1)
     bad = [3, 190]
 
     def run(row, incoming):
         q[:, bad], dout[:, bad], dlse[..., bad] = row, incoming, incoming
-        return differentiate(dout, q, k, v, out, lse, Way(5, True), dlse, deterministic, arch, **options)
+        return differentiate(dout, q, k, v, out, lse, Way(5, True), dlse, deterministic, arch, variant, **options)
 
     q[:, bad] = -np.inf
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
@@ -208,24 +233,28 @@ def test_row_whose_scores_are_all_minus_infinity(d, arch, options, deterministic
             np.testing.assert_array_equal(a.view(np.uint16), b.view(np.uint16))
 
 
+@VARIANTS
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_row_whose_only_key_gives_a_score_of_minus_infinity(deterministic):
+def test_row_whose_only_key_gives_a_score_of_minus_infinity(deterministic, variant):
     options = {"window": (0, 0)}
     dout, q, k, v = case(60, 60, 64, 64, hq=1, **options)[:4]
     q[0, 0], k[0, 0] = 1, -np.inf
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
-    grads = differentiate(dout, q, k, v, out, lse, Way(6, True), deterministic=deterministic, **options)
+    grads = differentiate(
+        dout, q, k, v, out, lse, Way(6, True), deterministic=deterministic, variant=variant, **options
+    )
     assert lse[0, 0, 0] == -np.inf and not any(wide(x[0, 0]).any() for x in grads)
     check_backward(grads, dout, q, k, v, out, lse, **options)
 
 
+@VARIANTS
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_gradients_of_scores_past_float16(deterministic):
+def test_gradients_of_scores_past_float16(deterministic, variant):
     """See test_backward.test_gradients_of_scores_past_float16."""
     for dtype, size, fits in (("float16", 1024, True), ("float16", 4096, False), ("bfloat16", 4096, True)):
         arrays = past_float16(DTYPES[dtype], size)
         out, lse = cuflash.attention(*arrays[1:], return_lse=True)
-        grads = differentiate(*arrays, out, lse, Way(6, True), deterministic=deterministic)
+        grads = differentiate(*arrays, out, lse, Way(6, True), deterministic=deterministic, variant=variant)
         assert np.isfinite(wide(grads[0])).all() == fits
         if fits:
             check_backward(grads, *arrays, out, lse)

@@ -65,7 +65,7 @@ def test_shared_memory_by_hand(arch, d, tile, parts):
 
 @pytest.mark.parametrize(("d", "dv", "tile_dv", "exact"), [(64, 64, 64, True), (32, 250, 256, False)])
 def test_the_kernel_before_holds_tiles_of_dout_and_out(d, dv, tile_dv, exact):
-    chosen = prepare_config(problem(d=d, dv=dv), layouts())
+    chosen = prepare_config(problem(d=d, dv=dv), layouts(), d)
     assert (chosen.tile_m, chosen.tile_d, chosen.tile_dv, chosen.exact_dims) == (64, d, tile_dv, exact)
     assert chosen.shared_bytes == 2 * (2 * 64 * tile_dv)
     assert all(chosen.shared_bytes <= known_device(arch).shared_memory for arch in ARCHS)
@@ -108,8 +108,8 @@ def test_a_device_too_small_for_any_tile():
 def test_config_follows_alignment_mask_score_and_mode():
     chosen = keys(layout=layouts(q=8, out=2, dq=2, dk=16, dv=4))
     assert (chosen.vector_bytes, chosen.out_vector_bytes) == (8, 4)
-    assert prepare_config(problem(), layouts(q=2, out=8)).vector_bytes == 8
-    assert finish_config(problem(d=40), layouts(dq=8), known_device("sm_90")).out_vector_bytes == 4
+    assert prepare_config(problem(), layouts(q=2, out=8), 64).vector_bytes == 8
+    assert finish_config(problem(d=40), layouts(dq=8), known_device("sm_90"), 64).out_vector_bytes == 4
     assert not keys().has_band and keys(causal=True).has_band and not keys(window=(1000, 1000)).has_band
     assert keys(softcap=2.0).score == "score_softcap" and keys(scale=-1.0).score == "score_scaled"
     assert keys(dtype="float16").element == "float16"

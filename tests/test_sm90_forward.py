@@ -113,7 +113,7 @@ def test_products(n, element):
     for instruction in (shared, registers):
         assert f"m64n{n}k16.f32.{kind}.{kind}" in instruction
         operands_named = {int(i) for i in re.findall(r"%(\d+)", instruction)}
-        assert operands_named == set(range(n // 2 + (7 if instruction is registers else 4)))
+        assert operands_named == set(range(n // 2 + (7 if instruction is registers else 5)))
     for i in range(n // 2):
         assert text.count(f'"+f"(d[0][{i // 4}][{i % 4}])') == 2
 

@@ -218,7 +218,7 @@ def backward_config(problem: Problem, operands: BackwardOperands, *, determinist
     fields = asdict(tile)
     # Under a mask the time that is lost at both ends of a tile counts for more than what turns save in between.
     fields["take_turns"] = tile.take_turns and not (tile_d == 64 and problem.has_band)
-    fields["early_scores"] = tile.early_scores and score_stage(problem) == "score_folded"  # the others need registers
+    fields["keys_in_registers"] = tile.keys_in_registers and score_stage(problem) == "score_folded"  # others need room
     return kind(
         element=problem.dtype,
         tile_d=tile_d,
