@@ -3,9 +3,11 @@
 // One block owns tile_n keys of one key/value head, 64 for each of its consumer warpgroups, which keep their dK and dV
 // in registers while the block walks the query heads that share that head and, of each, the query tiles that see the
 // keys. Scores are made transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T feed dV += P^T dO and dK +=
-// dS^T Q from the registers that they were computed in. A warpgroup of its own makes dQ = dS K from dS in shared memory
-// and adds it to the sums in the workspace: the consumers wait for each other nowhere, so that the exponentials of one
-// meet the products of another. One of its threads starts the copies.
+// dS^T Q from the registers that they were computed in. dQ = dS K is made from dS in shared memory, by a warpgroup of
+// its own or by the consumers, half each and two steps later, when the other's part of dS is there without waiting.
+//
+// The consumers take turns at issuing their products, those of dK and dV of one step and of the scores of the next:
+// left to themselves they fall into step, and the tensor cores idle while both take exponentials.
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/care.cuh"
 #include "sm90/key_rows.cuh"

@@ -3,7 +3,8 @@
 A backward pass is three launches, as in :mod:`cuflash.variants.sm80_backward`, whose first and last kernels it shares:
 
 1. ``sm80_backward_prepare``: delta and the shift of the exponents of every row, and zeros in the sums of dq.
-2. ``sm90_backward``: dk and dv, each key tile by one block; dq is added to its sums.
+2. ``sm90_backward``, or ``sm90_backward_wide`` for head dims over 128: dk and dv, each key tile by one block; dq is
+   added to its sums.
 3. ``sm80_backward_finish``: the sums of dq, scaled and rounded, to dq.
 
 References
@@ -66,9 +67,10 @@ class Sm90BackwardConfig:
     keys_in_registers : bool
         Whether k and v are read from shared memory once, and not in every step.
     early_scores : bool
-        Whether scores are begun before the products for dk and dv have ended, which takes registers.
+        Whether scores are begun before the products for dk and dv have ended, which takes registers; where each
+        warpgroup has keys of its own.
     take_turns : bool
-        Whether the warpgroups of dk and dv take turns at issuing their products.
+        Whether the warpgroups of dk and dv take turns at issuing their products; where each has keys of its own.
     ordered : bool
         Whether the order of the additions to the sums of dq is fixed.
     out_vector_bytes : int
@@ -115,7 +117,7 @@ class Sm90BackwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: sK, sV, the rings of sQ, sdO, sdS and of the rows, and room to align."""
+        """Dynamic shared memory of a block: that of ``Shape`` in ``sm90/backward.cuh``, and room to align."""
         dims = self.tile_d + self.tile_dv
         tiles = self.tile_n * dims + self.stages * self.tile_m * dims + self.buffers * self.tile_n * self.tile_m
         barriers = 16 * (3 + 2 * self.stages + self.buffers)
