@@ -377,4 +377,5 @@ def ci_configs() -> Iterator[tuple[Any, str, tuple[str, ...]]]:
             operand, result = Operand((0, 0, 0), 16), Operand((0, 0, 0), case.get("align", 16))
             operands = BackwardOperands(*[operand] * 5, *[result] * 3)
             config = backward_config(problem, operands, deterministic=case.get("deterministic", False))
-            yield config, ARCH, ("HGMMA", "UTMALDG", "UBLKCP", "SYNCS", "STSM", "REDG")
+            adds = "UBLKRED" if config.bulk_add else "REDG"
+            yield config, ARCH, ("HGMMA", "UTMALDG", "UBLKCP", "SYNCS", "STSM", adds)
