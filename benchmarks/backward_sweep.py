@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
@@ -32,6 +31,7 @@ from tile_sweep import (
     changed,
     combinations,
     exact,
+    jax_timer,
     medians,
     print_ratios,
     print_rows,
@@ -51,7 +51,7 @@ from cuflash.variants.sm80_backward import ROW_TILE, TURN_ROWS, BackwardPass
 WORST_ERROR = 1e-2  # relative; 0.0025 or so is what rounding to bfloat16 costs
 # What the problem, the layouts, the pass and the device decide, the same for all kernels of a pass.
 FIXED = {"element", "tile_d", "tile_dv", "vector_bytes", "out_vector_bytes", "exact_dims", "has_band", "score"}
-FIXED |= {"ordered", "reduce_width", "score"}
+FIXED |= {"ordered", "reduce_width"}
 
 Fields = dict[str, str]
 
@@ -247,19 +247,7 @@ def fa3_timer(x: Tensors, causal: bool) -> Timer | None:
     differentiate = jax.jit(
         lambda douts, *inputs: [fa3._backward3(dout, *inputs, *rest, scale, causal, (-1, -1)) for dout in douts]
     )
-
-    def seconds(calls: int) -> float:
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        jax.block_until_ready(differentiate(douts[:calls], q, k, v, out, lse))
-        return time.perf_counter() - started
-
-    def measure() -> float:
-        few = seconds(2)
-        return (seconds(CALLS + 2) - few) / CALLS * 1e3  # without what one call costs on the host
-
-    measure()
-    return measure
+    return jax_timer(lambda calls: differentiate(douts[:calls], q, k, v, out, lse))
 
 
 def peers(variant: str, x: Tensors, causal: bool) -> dict[str, Timer]:

@@ -145,6 +145,24 @@ def torch_timer(function: Callable[[], Any]) -> Timer:
     return measure
 
 
+def jax_timer(call: Callable[[int], Any]) -> Timer:
+    """Times one of up to ``CALLS`` + 2 equal computations that a jitted function makes in one call."""
+    import jax
+
+    def seconds(count: int) -> float:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        jax.block_until_ready(call(count))
+        return time.perf_counter() - started
+
+    def measure() -> float:
+        few = seconds(2)
+        return (seconds(CALLS + 2) - few) / CALLS * 1e3  # without what one call costs on the host
+
+    measure()
+    return measure
+
+
 def fa3_timer(q: Any, k: Any, v: Any, causal: bool) -> Timer | None:
     """FlashAttention-3 through JAX, or None where it is not installed. Several calls go into one jitted function."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -156,19 +174,7 @@ def fa3_timer(q: Any, k: Any, v: Any, causal: bool) -> Timer | None:
     queries = [jax.dlpack.from_dlpack(q + 0) for _ in range(CALLS + 2)]  # equal calls would be made once
     keys, values = (jax.dlpack.from_dlpack(x) for x in (k, v))
     attend = jax.jit(lambda queries, k, v: [flash_mha(q, k, v, is_causal=causal) for q in queries])
-
-    def seconds(calls: int) -> float:
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        jax.block_until_ready(attend(queries[:calls], keys, values))
-        return time.perf_counter() - started
-
-    def measure() -> float:
-        few = seconds(2)
-        return (seconds(CALLS + 2) - few) / CALLS * 1e3  # without what one call costs on the host
-
-    measure()
-    return measure
+    return jax_timer(lambda calls: attend(queries[:calls], keys, values))
 
 
 def peers(variant: str, q: Any, k: Any, v: Any, causal: bool) -> dict[str, Timer]:

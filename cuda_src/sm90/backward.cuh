@@ -46,8 +46,7 @@ struct Shape {
   static constexpr int marks_at = weights_at + weights_bytes, barriers_at = marks_at + 4 * tile_n;
   // A block has the registers that it was launched with.
   static constexpr int launch_registers = 65536 / threads / 8 * 8;
-  // static_assert(consumers * Config::consumer_registers + 128 * Config::query_registers <= threads *
-  // launch_registers);
+  static_assert(consumers * Config::consumer_registers + 128 * Config::query_registers <= threads * launch_registers);
   static_assert(tile_d % dq_columns == 0 && (dq_columns % K::panel_columns == 0 || K::panel_columns % dq_columns == 0));
   static_assert(tile_m % 64 == 0, "queries are rows of dQ, 64 to a product");
 };

@@ -404,18 +404,63 @@ class BackwardPass:
         """The fields of the kernel that computes dk and dv, the other kernels, and the temporary memory."""
         facts: dict[str, Any] = self.kernels[1].describe()
         facts["launches"] = tuple(config.kernel for config in self.kernels)
-        return facts | {"workspace_bytes": sum(size for _, size in self.workspace)}
+        return facts | {"workspace_bytes": self.workspace_bytes}
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of all temporary arrays."""
+        return sum(size for _, size in self.workspace)
+
+    @classmethod
+    def with_workspace(cls, kernels: tuple[Any, ...], shapes: dict[str, tuple[int, ...]]) -> BackwardPass:
+        """A pass whose temporary arrays, of 4-byte words, have these shapes."""
+        return cls(kernels, tuple((name, 4 * math.prod(shape)) for name, shape in shapes.items()))
 
 
-def report(config: BackwardPass, arch: str) -> dict[str, Any]:
-    """What the compiler says of the kernels of a pass."""
-    reports = [jit.compile_config(kernel, arch).report.summary(arch) for kernel in config.kernels]
-    total = {name: sum(x[name] for x in reports) for name in ("spill_bytes", "compile_seconds")}
-    registers = " + ".join(str(x["registers"]) for x in reports)
-    return {"arch": arch, "registers": registers, **total, "from_cache": all(x["from_cache"] for x in reports)}
+def unlaunchable(problem: BackwardProblem, operands: BackwardOperands) -> str | None:
+    """Why the kernels of a pass cannot be launched for a problem, or None."""
+    if problem.heads_q > MAX_GRID_YZ:
+        return f"takes at most {MAX_GRID_YZ} query heads, not {problem.heads_q}"
+    if any(getattr(operands, name).alignment < problem.itemsize for name in operands.__slots__):
+        return "needs addresses that are multiples of the element size"
+    return None
 
 
-class Sm80Backward(CudaVariant):
+class BackwardPassVariant(CudaVariant):
+    """Base of the variants whose Config is a :class:`BackwardPass`."""
+
+    def report(self, config: BackwardPass, device: DeviceInfo) -> dict[str, Any]:
+        """What the compiler says of the kernels: registers of each, the sum of the rest."""
+        arch = self.arch(device)
+        reports = [jit.compile_config(kernel, arch).report.summary(arch) for kernel in config.kernels]
+        total = {name: sum(x[name] for x in reports) for name in ("spill_bytes", "compile_seconds")}
+        registers = " + ".join(str(x["registers"]) for x in reports)
+        return {"arch": arch, "registers": registers, **total, "from_cache": all(x["from_cache"] for x in reports)}
+
+    def workspace_bytes(self, problem: BackwardProblem, device: DeviceInfo, config: BackwardPass) -> int:
+        """Numbers for each row, the float32 sums of dq and, if deterministic, whose turn it is to add to them."""
+        return config.workspace_bytes
+
+    def launcher(
+        self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo, config: BackwardPass
+    ) -> Launcher:
+        """Compile or load the kernels and pack their parameters."""
+        return BackwardPassLaunch(problem, operands, device, config, self.arch(device), self.make_launch)
+
+    def make_launch(
+        self,
+        kernel: jit.LoadedKernel,
+        config: Any,
+        problem: Problem,
+        operands: BackwardOperands,
+        device: DeviceInfo,
+        params: bytes,
+    ) -> Any:
+        """What launches one of the kernels: a function of (pointers, grid, stream)."""
+        return BackwardLaunch(kernel, device.index, params, config.threads, config.shared_bytes)
+
+
+class Sm80Backward(BackwardPassVariant):
     """The variant object; see :class:`cuflash.variants.base.BackwardVariant`."""
 
     name = "sm80"
@@ -427,12 +472,8 @@ class Sm80Backward(CudaVariant):
 
     def unsupported(self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo) -> str | None:
         """Why the problem cannot run, or None."""
-        if reason := self.unsuitable(problem, device):
+        if reason := self.unsuitable(problem, device) or unlaunchable(problem, operands):
             return reason
-        if problem.heads_q > MAX_GRID_YZ:
-            return f"takes at most {MAX_GRID_YZ} query heads, not {problem.heads_q}"
-        if any(getattr(operands, name).alignment < problem.itemsize for name in operands.__slots__):
-            return "needs addresses that are multiples of the element size"
         try:
             configs(problem, operands, device, deterministic=problem.deterministic)
         except ValueError as error:
@@ -442,37 +483,10 @@ class Sm80Backward(CudaVariant):
     def config(self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo) -> BackwardPass:
         """The first tiles of the tables that suit the device."""
         kernels = configs(problem, operands, device, deterministic=problem.deterministic)
-        shapes = workspace_shapes(problem, problem.deterministic)
-        return BackwardPass(kernels, tuple((name, 4 * math.prod(shape)) for name, shape in shapes.items()))
-
-    def report(self, config: BackwardPass, device: DeviceInfo) -> dict[str, Any]:
-        """What the compiler says of the kernels: registers of each, the sum of the rest."""
-        return report(config, self.arch(device))
-
-    def workspace_bytes(self, problem: BackwardProblem, device: DeviceInfo, config: BackwardPass) -> int:
-        """Row sums, the float32 sums of dq and, if deterministic, whose turn it is to add to them."""
-        return sum(size for _, size in config.workspace)
-
-    def launcher(
-        self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo, config: BackwardPass
-    ) -> Launcher:
-        """Compile or load the kernels and pack their parameters."""
-        return BackwardPassLaunch(problem, operands, device, config, self.arch(device), make_launch)
+        return BackwardPass.with_workspace(kernels, workspace_shapes(problem, problem.deterministic))
 
 
 VARIANT = Sm80Backward()
-
-
-def make_launch(
-    kernel: jit.LoadedKernel,
-    config: Any,
-    problem: Problem,
-    operands: BackwardOperands,
-    device: DeviceInfo,
-    params: bytes,
-) -> BackwardLaunch:
-    """What launches one of the kernels: a function of (pointers, grid, stream)."""
-    return BackwardLaunch(kernel, device.index, params, config.threads, config.shared_bytes)
 
 
 class BackwardPassLaunch:

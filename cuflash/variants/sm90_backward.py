@@ -14,27 +14,19 @@ Shah et al., FlashAttention-3: Fast and Accurate Attention with Asynchrony and L
 
 from __future__ import annotations
 
-import ctypes
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from cuflash import jit, tma
-from cuflash.launch import (
-    BACKWARD_POINTERS,
-    FORWARD_PARAMS_BYTES,
-    MAX_GRID_YZ,
-    POINTERS,
-    KernelLaunch,
-)
+from cuflash.launch import BACKWARD_POINTERS, FORWARD_PARAMS_BYTES, POINTERS
 from cuflash.problem import BackwardProblem, Problem
 from cuflash.variants import sm80_backward as sm80
-from cuflash.variants.base import BackwardOperands, DeviceInfo, Launcher, Operand
-from cuflash.variants.cuda import CudaVariant, score_stage
+from cuflash.variants.base import BackwardOperands, DeviceInfo
+from cuflash.variants.cuda import score_stage
+from cuflash.variants.hopper import ARCH, CI_EXTRAS, HopperVariant, MappedLaunch, ci_problem, most_within, unreadable
 from cuflash.wgmma import wgmma_source
 
-ARCH = "sm_90a"  # wgmma and setmaxnreg are not in plain sm_90
 _L2_BYTES = 40 << 20  # of q, dout and the sums of dq that may be live at once
 _MAPPED = ("q", "dout", "k", "v")  # what has a tensor map
 
@@ -136,8 +128,7 @@ class Sm90BackwardConfig:
         if self.ordered or not self.has_band:
             return sm80.section_in_turn(self, problem, device) if self.ordered else 1
         per_row = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * self.tile_d
-        fitting = max(1, _L2_BYTES // max(problem.seqlen_q * problem.group * per_row, 1))
-        together: int = 1 << (fitting.bit_length() - 1)
+        together = most_within(_L2_BYTES, problem.seqlen_q * problem.group * per_row)
         return max(1, min(together, problem.heads_kv * problem.batch))
 
     def written_source(self) -> str:
@@ -199,17 +190,14 @@ def _tile_dims(problem: Problem) -> tuple[int, int]:
 
 
 def _workspace_shapes(problem: Problem, deterministic: bool, tile_d: int) -> dict[str, tuple[int, ...]]:
-    """As in :func:`cuflash.variants.sm80_backward.workspace_shapes`, with ``shift`` (batch, heads_q, padded_rows)."""
+    """As in :func:`cuflash.variants.sm80_backward.workspace_shapes`, with what only this variant needs."""
     heads, rows = (problem.batch, problem.heads_q), sm80.padded_rows(problem)
-    shapes: dict[str, tuple[int, ...]] = {
-        "delta": (*heads, rows),
-        "shift": (*heads, rows),
-        "dq_sum": (*heads, rows, tile_d),  # behind what keeps it aligned
+    return {
+        "shift": (*heads, rows),  # first, as delta, since both keep what follows aligned
+        **sm80.workspace_shapes(problem, deterministic),
+        "dq_sum": (*heads, rows, tile_d),
         "weightless": (*heads, rows // 64),
     }
-    if deterministic:
-        shapes["turns"] = (*heads, rows // sm80.TURN_ROWS)
-    return shapes
 
 
 def backward_config(problem: Problem, operands: BackwardOperands, *, deterministic: bool = False) -> Sm90BackwardConfig:
@@ -234,29 +222,16 @@ def backward_config(problem: Problem, operands: BackwardOperands, *, determinist
     )
 
 
-class Sm90Backward(CudaVariant):
+class Sm90Backward(HopperVariant, sm80.BackwardPassVariant):
     """The variant object; see :class:`cuflash.variants.base.BackwardVariant`."""
-
-    name = "sm90"
-    needs = "9.0"
-
-    def runs_on(self, compute_capability: tuple[int, int]) -> bool:
-        """On Hopper only: later architectures have no WGMMA."""
-        return compute_capability == (9, 0)
 
     def unsupported(self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo) -> str | None:
         """Why the problem cannot run, or None."""
-        if reason := self.unsuitable(problem, device):
-            return reason
-        for name in _MAPPED:
-            seqlen = problem.seqlen_q if name in ("q", "dout") else problem.seqlen_k
-            if reason := tma.cannot_describe(getattr(operands, name), seqlen, problem.itemsize):
-                return f"TMA cannot read {name}: {reason}"
-        if problem.heads_q > MAX_GRID_YZ:
-            return f"takes at most {MAX_GRID_YZ} query heads, not {problem.heads_q}"
-        if any(getattr(operands, name).alignment < problem.itemsize for name in operands.__slots__):
-            return "needs addresses that are multiples of the element size"
-        return None
+        return (
+            self.unsuitable(problem, device)
+            or unreadable(problem, operands, _MAPPED)
+            or sm80.unlaunchable(problem, operands)
+        )
 
     def config(self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo) -> sm80.BackwardPass:
         """The tile of the table."""
@@ -267,41 +242,24 @@ class Sm90Backward(CudaVariant):
             sm80.finish_config(problem, operands, device, main.tile_d),
         )
         shapes = _workspace_shapes(problem, problem.deterministic, main.tile_d)
-        return sm80.BackwardPass(kernels, tuple((name, 4 * math.prod(shape)) for name, shape in shapes.items()))
+        return sm80.BackwardPass.with_workspace(kernels, shapes)
 
-    def arch(self, device: DeviceInfo) -> str:
-        """What the kernels are compiled for on a device."""
-        return ARCH
-
-    def report(self, config: sm80.BackwardPass, device: DeviceInfo) -> dict[str, Any]:
-        """What the compiler says of the kernels: registers of each, the sum of the rest."""
-        return sm80.report(config, self.arch(device))
-
-    def workspace_bytes(self, problem: BackwardProblem, device: DeviceInfo, config: sm80.BackwardPass) -> int:
-        """Row sums and shifts, the float32 sums of dq and, if deterministic, whose turn it is to add to them."""
-        return sum(size for _, size in config.workspace)
-
-    def launcher(
-        self, problem: BackwardProblem, operands: BackwardOperands, device: DeviceInfo, config: sm80.BackwardPass
-    ) -> Launcher:
-        """Compile or load the kernels and pack their parameters."""
-        return sm80.BackwardPassLaunch(problem, operands, device, config, self.arch(device), _make_launch)
+    def make_launch(
+        self,
+        kernel: jit.LoadedKernel,
+        config: Any,
+        problem: Problem,
+        operands: BackwardOperands,
+        device: DeviceInfo,
+        params: bytes,
+    ) -> Any:
+        """What launches one of the kernels: a function of (pointers, grid, stream)."""
+        if isinstance(config, Sm90BackwardConfig):
+            return Sm90BackwardLaunch(kernel, config, problem, operands, device, params)
+        return super().make_launch(kernel, config, problem, operands, device, params)
 
 
 VARIANT = Sm90Backward()
-
-
-def _make_launch(
-    kernel: jit.LoadedKernel,
-    config: Any,
-    problem: Problem,
-    operands: BackwardOperands,
-    device: DeviceInfo,
-    params: bytes,
-) -> Any:
-    if isinstance(config, Sm90BackwardConfig):
-        return Sm90BackwardLaunch(kernel, config, problem, operands, device, params)
-    return sm80.make_launch(kernel, config, problem, operands, device, params)
 
 
 def mapped(config: Sm90BackwardConfig, problem: Problem) -> Iterator[tuple[str, tuple[int, int, int, int], int, int]]:
@@ -314,11 +272,8 @@ def mapped(config: Sm90BackwardConfig, problem: Problem) -> Iterator[tuple[str, 
     yield "v", (p.head_dim_v, *keys), config.tile_n, config.tile_dv
 
 
-class Sm90BackwardLaunch(KernelLaunch):
-    """Launches ``sm90_backward``: four tensor maps, then BackwardParams. Those of the last few calls are kept."""
-
-    _KEPT = 64
-    _AT = len(_MAPPED) * tma.MAP_BYTES
+class Sm90BackwardLaunch(MappedLaunch):
+    """Launches ``sm90_backward``: four tensor maps, then BackwardParams."""
 
     def __init__(
         self,
@@ -329,13 +284,11 @@ class Sm90BackwardLaunch(KernelLaunch):
         device: DeviceInfo,
         params: bytes,
     ) -> None:
-        super().__init__(kernel, device.index, bytes(self._AT) + params, config.threads, config.shared_bytes)
-        self._encoders = [
+        encoders = [
             tma.Encoder(problem.dtype, getattr(operands, name), sizes, rows, dim)
             for name, sizes, rows, dim in mapped(config, problem)
         ]
-        self._maps: dict[tuple[int, ...], bytes] = {}
-        self._packed: tuple[int, ...] | None = None  # the addresses whose maps are in the struct
+        super().__init__(kernel, device.index, encoders, params, config.threads, config.shared_bytes)
 
     def __call__(self, pointers: Sequence[int], grid: tuple[int, int, int], stream: int) -> None:
         """Enqueue a grid; `pointers` in the order of ``BackwardLaunch.NAMES``."""
@@ -343,38 +296,20 @@ class Sm90BackwardLaunch(KernelLaunch):
         with self._lock:
             if self._packed != (q, dout, k, v):
                 self._pack_maps((q, dout, k, v))
-            POINTERS.pack_into(self._struct, self._AT, *pointers[:5])
-            BACKWARD_POINTERS.pack_into(self._struct, self._AT + FORWARD_PARAMS_BYTES, *pointers[5:])
+            POINTERS.pack_into(self._struct, self._params_at, *pointers[:5])
+            BACKWARD_POINTERS.pack_into(self._struct, self._params_at + FORWARD_PARAMS_BYTES, *pointers[5:])
             self._enqueue(*grid, stream)
-
-    def _pack_maps(self, addresses: tuple[int, ...]) -> None:
-        maps = self._maps.get(addresses)
-        if maps is None:
-            if len(self._maps) >= self._KEPT:
-                self._maps.clear()
-            maps = b"".join(encode(address) for encode, address in zip(self._encoders, addresses, strict=True))
-            self._maps[addresses] = maps
-        self._packed = None
-        ctypes.memmove(self._struct, maps, len(maps))
-        self._packed = addresses
 
 
 def ci_configs() -> Iterator[tuple[Any, str, tuple[str, ...]]]:
     """See :func:`cuflash.variants.ci_configs`."""
     cases: list[dict[str, Any]] = [{"d": dims} for dims in _TILES]
-    extras: tuple[dict[str, Any], ...]
-    extras = ({"dtype": "float16"}, {"scale": -1.0}, {"align": 2}, {"align": 4}, {"softcap": 30.0})
-    extras += ({"deterministic": True},)
+    extras = (*CI_EXTRAS, {"softcap": 30.0}, {"deterministic": True})
     cases += [{"d": dims, **extra} for dims in _TILES for extra in extras]
     cases += [{"d": (d - 8, dv - 8)} for d, dv in _TILES]
     for case in cases:
-        d, dv = case["d"]
         for upper in (None, 0):
-            problem = Problem(
-                1, 256, 256, 1, 1, d, dv, case.get("dtype", "bfloat16"), case.get("scale", 1.0),
-                softcap=case.get("softcap", 0.0), diag_upper=upper,
-            )  # fmt: skip
-            operand, result = Operand((0, 0, 0), 16), Operand((0, 0, 0), case.get("align", 16))
+            problem, operand, result = ci_problem(case, upper)
             operands = BackwardOperands(*[operand] * 5, *[result] * 3)
             config = backward_config(problem, operands, deterministic=case.get("deterministic", False))
             adds = "UBLKRED" if config.bulk_add else "REDG"

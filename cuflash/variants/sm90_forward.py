@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -10,14 +9,14 @@ from typing import Any, ClassVar
 
 from cuflash import jit, tma
 from cuflash.device import known_device
-from cuflash.launch import POINTERS, KernelLaunch, forward_params
+from cuflash.launch import POINTERS, forward_params
 from cuflash.problem import Problem
 from cuflash.tickets import tickets
-from cuflash.variants.base import DeviceInfo, Launcher, Operand, Operands
-from cuflash.variants.cuda import CudaVariant, score_stage
+from cuflash.variants.base import DeviceInfo, Launcher, Operands
+from cuflash.variants.cuda import score_stage
+from cuflash.variants.hopper import ARCH, CI_EXTRAS, HopperVariant, MappedLaunch, ci_problem, most_within, unreadable
 from cuflash.wgmma import wgmma_source
 
-ARCH = "sm_90a"  # wgmma and setmaxnreg are not in plain sm_90
 _DIMS = (64, 96, 128, 192, 256)
 _STAGES = 2
 _L2_BYTES = 32 << 20  # of keys and values that may be live at once
@@ -124,24 +123,15 @@ def _tile(problem: Problem, tile_d: int, tile_dv: int) -> tuple[int, int]:
     return table.get((tile_d, tile_dv), table[largest, largest])
 
 
-class Sm90Forward(CudaVariant):
+class Sm90Forward(HopperVariant):
     """The variant object; see :mod:`cuflash.variants.base`."""
-
-    name = "sm90"
-    needs = "9.0"
-
-    def runs_on(self, compute_capability: tuple[int, int]) -> bool:
-        """On Hopper only: later architectures have no WGMMA."""
-        return compute_capability == (9, 0)
 
     def unsupported(self, problem: Problem, operands: Operands, device: DeviceInfo) -> str | None:
         """Why the problem cannot run, or None."""
         if reason := self.unsuitable(problem, device):
             return reason
-        for name in ("q", "k", "v"):
-            seqlen = problem.seqlen_q if name == "q" else problem.seqlen_k
-            if reason := tma.cannot_describe(getattr(operands, name), seqlen, problem.itemsize):
-                return f"TMA cannot read {name}: {reason}"
+        if reason := unreadable(problem, operands, ("q", "k", "v")):
+            return reason
         if operands.out.alignment < problem.itemsize:
             return "needs an address of out that is a multiple of the element size"
         if problem.softcap > 0 and max(problem.head_dim, problem.head_dim_v) > _MAX_SOFTCAP_DIM:
@@ -172,10 +162,6 @@ class Sm90Forward(CudaVariant):
             score=score_stage(problem),
         )
 
-    def arch(self, device: DeviceInfo) -> str:
-        """What the kernel is compiled for on a device."""
-        return ARCH
-
     def launcher(self, problem: Problem, operands: Operands, device: DeviceInfo, config: Sm90ForwardConfig) -> Launcher:
         """Compile or load the kernel and pack its parameters."""
         kernel = jit.load(config, device.index, arch=self.arch(device), dynamic_shared_bytes=config.shared_bytes)
@@ -197,21 +183,17 @@ def _section(problem: Problem) -> int:
     if not problem.has_band:
         return 1
     per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.itemsize
-    fitting = max(1, _L2_BYTES // max(per_head, 1))
-    section: int = 1 << (fitting.bit_length() - 1)
-    return min(section * problem.group, problem.batch * problem.heads_q)
+    return min(most_within(_L2_BYTES, per_head) * problem.group, problem.batch * problem.heads_q)
 
 
-class Sm90Launch(KernelLaunch):
+class Sm90Launch(MappedLaunch):
     """Launches the kernel for one plan; calling it enqueues and returns at once.
 
-    The parameters are three tensor maps, ForwardParams and WorkList (Sm90ForwardParams of ``sm90_forward.cu``). Tensor
-    maps hold addresses: those of the last few calls are kept.
+    The parameters are three tensor maps, ForwardParams and WorkList (Sm90ForwardParams of ``sm90_forward.cu``).
     """
 
     _WORK = struct.Struct("Q2i")
     _ADDRESS = struct.Struct("Q")
-    _KEPT = 64
 
     def __init__(
         self,
@@ -223,64 +205,44 @@ class Sm90Launch(KernelLaunch):
     ) -> None:
         query_tiles = -(-problem.seqlen_q // config.tile_m)
         work_tiles = _work_tiles(problem, config.tile_m)
-        params = bytes(3 * tma.MAP_BYTES + POINTERS.size) + forward_params(problem, operands, query_tiles, config.score)
+        params = bytes(POINTERS.size) + forward_params(problem, operands, query_tiles, config.score)
         work = self._WORK.pack(0, work_tiles, _section(problem))
-        super().__init__(kernel, device.index, params + work, config.threads, config.shared_bytes)
-        self._work_at = len(params)
+        p, m, n = problem, config.tile_m, config.tile_n
+        encoders = (
+            tma.Encoder(p.dtype, operands.q, (p.head_dim, p.seqlen_q, p.heads_q, p.batch), m, config.tile_d),
+            tma.Encoder(p.dtype, operands.k, (p.head_dim, p.seqlen_k, p.heads_kv, p.batch), n, config.tile_d),
+            tma.Encoder(p.dtype, operands.v, (p.head_dim_v, p.seqlen_k, p.heads_kv, p.batch), n, config.tile_dv),
+        )
+        super().__init__(kernel, device.index, encoders, params + work, config.threads, config.shared_bytes)
+        self._work_at = self._params_at + len(params)
         self._blocks = min(device.multiprocessors, work_tiles)
         # Tiles that take equally long are shared out by turns. By turns a block may get the short last tile of a head
         # every time, or never.
         unequal = problem.has_band or problem.seqlen_q % config.tile_m
         self._tickets = tickets(device.index) if unequal and work_tiles > self._blocks else None
-        p, m, n = problem, config.tile_m, config.tile_n
-        self._encoders = (
-            tma.Encoder(p.dtype, operands.q, (p.head_dim, p.seqlen_q, p.heads_q, p.batch), m, config.tile_d),
-            tma.Encoder(p.dtype, operands.k, (p.head_dim, p.seqlen_k, p.heads_kv, p.batch), n, config.tile_d),
-            tma.Encoder(p.dtype, operands.v, (p.head_dim_v, p.seqlen_k, p.heads_kv, p.batch), n, config.tile_dv),
-        )
-        self._maps: dict[tuple[int, int, int], bytes] = {}
-        self._packed: tuple[int, int, int] | None = None  # the addresses whose maps are in the struct
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
         with self._lock:
             if self._packed != (q, k, v):
-                self._pack_maps(q, k, v)
-            POINTERS.pack_into(self._struct, 3 * tma.MAP_BYTES, q, k, v, out, lse)
+                self._pack_maps((q, k, v))
+            POINTERS.pack_into(self._struct, self._params_at, q, k, v, out, lse)
             if self._tickets is not None:
                 self._ADDRESS.pack_into(self._struct, self._work_at, self._tickets.take(stream))
             self._enqueue(self._blocks, 1, 1, stream)
-
-    def _pack_maps(self, q: int, k: int, v: int) -> None:
-        maps = self._maps.get((q, k, v))
-        if maps is None:
-            if len(self._maps) >= self._KEPT:
-                self._maps.clear()
-            maps = b"".join(encode(address) for encode, address in zip(self._encoders, (q, k, v), strict=True))
-            self._maps[q, k, v] = maps
-        self._packed = None
-        ctypes.memmove(self._struct, maps, len(maps))
-        self._packed = q, k, v
 
 
 def ci_configs() -> Iterator[tuple[Sm90ForwardConfig, str, tuple[str, ...]]]:
     """See :func:`cuflash.variants.ci_configs`."""
     cases: list[dict[str, Any]] = [{"d": (d, dv)} for d, dv in (*_TILES, (64, 128), (128, 256), (256, 64), (96, 192))]
     for d in (64, 128, 256):
-        extras: tuple[dict[str, Any], ...]
-        extras = ({"dtype": "float16"}, {"scale": -1.0}, {"align": 2}, {"align": 4})
-        cases += [{"d": (d, d), **extra} for extra in extras]
+        cases += [{"d": (d, d), **extra} for extra in CI_EXTRAS]
         cases += [{"d": (d - 8, d - 8)}]
     cases += [{"d": (d, dv), "softcap": 30.0} for d, dv in _TILES if max(d, dv) <= _MAX_SOFTCAP_DIM]
     seen = set()
     for case in cases:
-        d, dv = case["d"]
         for upper in (None, 0, 255):  # the last hides nothing
-            problem = Problem(
-                1, 256, 256, 1, 1, d, dv, case.get("dtype", "bfloat16"), case.get("scale", 1.0),
-                softcap=case.get("softcap", 0.0), diag_upper=upper,
-            )  # fmt: skip
-            operand = Operand((0, 0, 0), 16)
-            operands = Operands(operand, operand, operand, Operand((0, 0, 0), case.get("align", 16)))
+            problem, operand, out = ci_problem(case, upper)
+            operands = Operands(operand, operand, operand, out)
             config = VARIANT.config(problem, operands, known_device("sm_90"))
             if config not in seen:
                 seen.add(config)
