@@ -26,6 +26,13 @@ __device__ __forceinline__ void clear_nonfinite_chunk(unsigned address) {
                                    finite_or_zero<Element>(chunk.z), finite_or_zero<Element>(chunk.w)));
 }
 
+// Two packed numbers, of which a finite one becomes 0.
+template <class Element>
+__device__ __forceinline__ float2 unpack_nonfinite(unsigned pair) {
+  const unsigned only = pair & ~finite_or_zero<Element>(pair);
+  return {unpack<Element>(static_cast<unsigned short>(only)), unpack<Element>(static_cast<unsigned short>(only >> 16))};
+}
+
 // A weight is positive, so the sum of a row that sees an inf or NaN becomes that value: no weight is needed.
 // `row` is this thread's first row; address(key, d) is where its pair of rO[m][d] stands in the tile's row `key`.
 template <bool HasBand, class Element, int TileN, int MTiles, int DTiles, class Address>
@@ -37,16 +44,14 @@ __device__ __forceinline__ void add_nonfinite_values(float (&rO)[MTiles][DTiles]
     for (int d = 0; d < DTiles; ++d) {
       const unsigned pair = load_shared(address(key, d));
       if (!any_nonfinite<Element>(pair)) continue;
-      const unsigned only = pair & ~finite_or_zero<Element>(pair);  // the finite half, if any, becomes 0
-      const float low = unpack<Element>(static_cast<unsigned short>(only));
-      const float high = unpack<Element>(static_cast<unsigned short>(only >> 16));
+      const float2 only = unpack_nonfinite<Element>(pair);
 #pragma unroll
       for (int m = 0; m < MTiles; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (!VisibleKeys::of_row<HasBand>(p, row + 16 * m + 8 * half).contains(first_key + key)) continue;
-          rO[m][d][2 * half] += low;
-          rO[m][d][2 * half + 1] += high;
+          rO[m][d][2 * half] += only.x;
+          rO[m][d][2 * half + 1] += only.y;
         }
     }
   }
@@ -74,16 +79,14 @@ __device__ __forceinline__ void add_visible_nonfinite(float (&acc)[MTiles][NTile
     for (int n = 0; n < NTiles; ++n) {
       const unsigned pair = b(k, n);
       if (!any_nonfinite<Element>(pair)) continue;
-      const unsigned only = pair & ~finite_or_zero<Element>(pair);  // the finite half, if any, becomes 0
-      const float low = unpack<Element>(static_cast<unsigned short>(only));
-      const float high = unpack<Element>(static_cast<unsigned short>(only >> 16));
+      const float2 only = unpack_nonfinite<Element>(pair);
 #pragma unroll
       for (int m = 0; m < MTiles; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (!seen[m][half]) continue;
-          acc[m][n][2 * half] = fmaf(weight[m][half], low, acc[m][n][2 * half]);
-          acc[m][n][2 * half + 1] = fmaf(weight[m][half], high, acc[m][n][2 * half + 1]);
+          acc[m][n][2 * half] = fmaf(weight[m][half], only.x, acc[m][n][2 * half]);
+          acc[m][n][2 * half + 1] = fmaf(weight[m][half], only.y, acc[m][n][2 * half + 1]);
         }
     }
   }

@@ -36,8 +36,8 @@ struct Shape {
   static constexpr int rows_bytes = 2 * 4 * tile_m;
   // Shared memory, from a multiple of 1024: sK (tile_n, tile_d); sV (tile_n, tile_dv); sQ (stages, tile_m, tile_d);
   // sdO (stages, tile_m, tile_dv); sdS (buffers, tile_n, tile_m), transposed; the rows' shifts and deltas (stages, 2,
-  // tile_m); dQ on its way out of a warpgroup (dq_writers, 64, dq_columns); P^T in
-  // float32 between warpgroups that share keys (tile_n, tile_m); the marks of keys; the barriers.
+  // tile_m); dQ on its way out of a warpgroup (dq_writers, 64, dq_columns); P^T in float32 between warpgroups that
+  // share keys (tile_n, tile_m); the marks of keys; the barriers.
   static constexpr int v_at = K::bytes, q_at = v_at + V::bytes, dout_at = q_at + stages * Q::bytes;
   static constexpr int ds_at = dout_at + stages * Dout::bytes, rows_at = ds_at + buffers * Scores::bytes;
   static constexpr int dq_at = rows_at + stages * rows_bytes, dq_bytes = 4 * 64 * dq_columns;
@@ -100,13 +100,17 @@ struct Shared {
   __device__ __forceinline__ unsigned mark(int key) const { return base + Shape::marks_at + 4 * key; }
 };
 
-// By one thread, first of all.
+// By all threads, first of all.
 __device__ __forceinline__ void start(const Sm90BackwardParams& params, const Shared& shared) {
-  prefetch_tensor_map(params.k);
-  prefetch_tensor_map(params.q);
-  prefetch_tensor_map(params.v);
-  prefetch_tensor_map(params.dout);
-  shared.init();
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(params.k);
+    prefetch_tensor_map(params.q);
+    prefetch_tensor_map(params.v);
+    prefetch_tensor_map(params.dout);
+    shared.init();
+  }
+  shared.clear_marks();
+  __syncthreads();
 }
 
 // A block's way through the query tiles that see its keys: all tiles of one head, then those of the next.

@@ -29,7 +29,7 @@ struct Consumer : KeyRows {
                                       unsigned thread)
       : KeyRows{p, shared, work, group, thread}, gradient{p, shared, work, group, thread} {}
 
-  // The same for what dQ of a step left in shared memory.
+  // What dQ of a step left in shared memory, to its sums.
   __device__ __forceinline__ void flush(const QueryStep& step) const {
     if constexpr (!Config::bulk_add) return;
     fence_async_proxy();
@@ -277,9 +277,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Shape::threads, 1)
   using namespace cuflash;
   extern __shared__ char dynamic[];
   const Shared shared(shared_address(dynamic));
-  if (threadIdx.x == 0) start(params, shared);
-  shared.clear_marks();
-  __syncthreads();
+  start(params, shared);
   const Work work(params.p);
   const int role = warp_uniform(threadIdx.x / 128);
   if (role == 0) {

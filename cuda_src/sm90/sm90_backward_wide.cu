@@ -253,9 +253,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Shape::threads, 1)
   using namespace cuflash;
   extern __shared__ char dynamic[];
   const Shared shared(shared_address(dynamic));
-  if (threadIdx.x == 0) start(params, shared);
-  shared.clear_marks();
-  __syncthreads();
+  start(params, shared);
   const int role = warp_uniform(threadIdx.x / 128);
   if (role == 0) {
     give_registers<Config::query_registers>();
