@@ -25,7 +25,7 @@ _REST = struct.Struct("12q9i3f")
 FORWARD_PARAMS_BYTES = POINTERS.size + _REST.size
 
 # struct BackwardParams: a ForwardParams, then ten pointers (dout, dlse, dq, dk, dv, delta, dq_sum, turns, shift,
-# weightless), then
+# marked_rows), then
 #   int64 dout_batch, dout_row, dout_head, dq_..., dk_..., dv_...;  int padded_rows;  float gradient_scale;  int section
 BACKWARD_POINTERS = struct.Struct("10Q")
 _BACKWARD_REST = struct.Struct("12qifi4x")
@@ -217,7 +217,7 @@ class BackwardLaunch(KernelLaunch):
         "dq_sum",
         "turns",
         "shift",
-        "weightless",
+        "marked_rows",
     )
 
     def __call__(self, pointers: Sequence[int], grid: tuple[int, int, int], stream: int) -> None:

@@ -185,7 +185,7 @@ def test_assembly_is_in_ptx_alone():
             assert not re.search(r"\basm\b", path.read_text()), path
 
 
-POINTERS = "q k v out lse dout dlse dq dk dv delta dq_sum turns shift weightless".split()
+POINTERS = "q k v out lse dout dlse dq dk dv delta dq_sum turns shift marked_rows".split()
 FORWARD = [f"{x}_{axis}" for x in ("q", "k", "v", "out") for axis in ("batch", "row", "head")]
 INTS = "seqlen_q seqlen_k heads_q group head_dim head_dim_v diag_lower diag_upper query_tiles".split()
 STEPS = [f"{x}_{axis}" for x in ("dout", "dq", "dk", "dv") for axis in ("batch", "row", "head")]

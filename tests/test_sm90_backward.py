@@ -53,7 +53,7 @@ def test_registers_are_those_that_the_block_was_launched_with():
 def test_shared_memory_by_hand():
     config = backward_config(problem(d=128, dv=128), layouts())
     keys, queries, scores = 2 * 128 * 256, 2 * 2 * 64 * 256, 3 * 2 * 64 * 128
-    rows, sums, marks, barriers = 2 * 2 * 4 * 64, 2 * 4 * 64 * 64, 4 * 128, 16 * (3 + 2 * 2 + 3)
+    rows, sums, marks, barriers = 2 * 2 * 4 * 64, 2 * 4 * 64 * 64, 4 * (128 + 2), 16 * (4 + 2 * 2 + 3)
     assert config.shared_bytes == keys + queries + scores + rows + sums + marks + barriers + 1024
 
 

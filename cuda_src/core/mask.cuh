@@ -10,6 +10,10 @@ __device__ __forceinline__ float negative_infinity() {
   return __int_as_float(0xFF800000);
 }
 
+__device__ __forceinline__ bool is_finite(float value) {
+  return fabsf(value) < -negative_infinity();
+}
+
 // Whether a row has no weight anywhere: it sees no keys, or all its scores are -inf. It adds nothing to any gradient.
 __device__ __forceinline__ bool weightless(float lse) {
   return lse == negative_infinity();

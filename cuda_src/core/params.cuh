@@ -26,20 +26,21 @@ struct ForwardParams {
   float exp2_scale;  // what turns a staged score into a base-2 exponent
 };
 
-constexpr int kWeightlessRows = 64;  // for which BackwardParams::weightless has a word
+constexpr int kMarkedRows = 64;  // for which BackwardParams::marked_rows has a word
 
 // The argument of every backward kernel: the forward problem, whose out and lse are inputs now, and its gradients.
 struct BackwardParams : ForwardParams {
-  const void* dout;      // (batch, seqlen_q, heads_q, head_dim_v); each last axis is contiguous
-  const float* dlse;     // (batch, heads_q, seqlen_q), contiguous, or null
-  void* dq;              // (batch, seqlen_q, heads_q, head_dim)
-  void* dk;              // (batch, seqlen_k, heads_kv, head_dim)
-  void* dv;              // (batch, seqlen_k, heads_kv, head_dim_v)
-  float* delta;          // workspace (batch, heads_q, padded_rows): what is subtracted from dP
-  float* dq_sum;         // workspace (batch, heads_q, padded_rows, tile_d) in the order of core/dq_sum.cuh
-  unsigned* turns;       // workspace (batch, heads_q, padded_rows / 32): see core/turns.cuh; or null
-  float* shift;          // workspace (batch, heads_q, padded_rows): what is subtracted from exponents; or null
-  unsigned* weightless;  // workspace (batch, heads_q, padded_rows / 64): whether a row there is weightless; with shift
+  const void* dout;       // (batch, seqlen_q, heads_q, head_dim_v); each last axis is contiguous
+  const float* dlse;      // (batch, heads_q, seqlen_q), contiguous, or null
+  void* dq;               // (batch, seqlen_q, heads_q, head_dim)
+  void* dk;               // (batch, seqlen_k, heads_kv, head_dim)
+  void* dv;               // (batch, seqlen_k, heads_kv, head_dim_v)
+  float* delta;           // workspace (batch, heads_q, padded_rows): what is subtracted from dP
+  float* dq_sum;          // workspace (batch, heads_q, padded_rows, tile_d) in the order of core/dq_sum.cuh
+  unsigned* turns;        // workspace (batch, heads_q, padded_rows / 32): see core/turns.cuh; or null
+  float* shift;           // workspace (batch, heads_q, padded_rows): what is subtracted from exponents; or null
+  unsigned* marked_rows;  // workspace (batch, heads_q, padded_rows / 64): whether a row there, its lse or its delta is
+                          // not finite; with shift
   // Strides in bytes.
   int64 dout_batch, dout_row, dout_head;
   int64 dq_batch, dq_row, dq_head;

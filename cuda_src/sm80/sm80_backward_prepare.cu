@@ -18,7 +18,7 @@
 namespace cuflash {
 
 constexpr int kThreads = 32 * Config::warps;
-static_assert(Config::tile_m == 16 * Config::warps && Config::tile_m == kWeightlessRows, "16 rows a warp");
+static_assert(Config::tile_m == 16 * Config::warps && Config::tile_m == kMarkedRows, "16 rows a warp");
 
 // Rows of dO and O to the two tiles in shared memory, asynchronously; those past the end and columns past head_dim_v
 // are 0.
@@ -37,13 +37,27 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, const TileCo
 }
 
 // What is subtracted from a row's exponents: its lse in base 2. Weights of rows that have none, or do not exist, become
-// 0. Says whether it is a row that has none.
+// 0. Says whether the row's numbers are all finite, as far as lse and delta tell: inf or NaN in dO is in delta, and in
+// q in lse unless the score stage bends scores.
 __device__ __forceinline__ bool store_shift(const BackwardParams& p, int64 head, int row, int64 at) {
   constexpr float log2_e = 1.44269504088896341f;
   const float lse = row < p.seqlen_q ? p.lse[head * p.seqlen_q + row] : negative_infinity();
   p.shift[at] = weightless(lse) ? -lse : lse * log2_e;
   if (weightless(lse)) p.delta[at] = 0.0f;
-  return weightless(lse) && row < p.seqlen_q;
+  return row >= p.seqlen_q || (is_finite(lse) && is_finite(p.delta[at]));
+}
+
+// Whether this thread finds inf or NaN in its part of the rows of q.
+__device__ __forceinline__ bool finds_nonfinite_query(const BackwardParams& p, const TileCoordinate& c) {
+  const int row_begin = c.query_tile * Config::tile_m, rows = min(Config::tile_m, p.seqlen_q - row_begin);
+  const char* gQ = static_cast<const char*>(p.q) + c.batch * p.q_batch + c.head * p.q_head + row_begin * p.q_row;
+  bool found = false;
+#pragma unroll 1
+  for (int row = threadIdx.x / 32; row < rows; row += Config::warps)
+    for (int column = threadIdx.x % 32; column < p.head_dim; column += 32)
+      found |=
+          any_nonfinite<Config::element>(*reinterpret_cast<const unsigned short*>(gQ + row * p.q_row + 2 * column));
+  return found;
 }
 
 // The row sums of a warp's 16 rows: f(row, sum) in the lane that has it.
@@ -79,15 +93,16 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps)
     *Turn::of_rows(p, c.batch, c.head, row_begin + kTurnRows * threadIdx.x).word = 0;
   cp_async_wait<0>();
   __syncthreads();
-  bool any_weightless = false;
+  bool marked = false;
   for_each_row_sum(sdO, sO, [&](int row, float sum) {
     const bool has_dlse = p.dlse != nullptr && row_begin + row < p.seqlen_q;
     const float dlse = has_dlse ? p.dlse[head * p.seqlen_q + row_begin + row] : 0.0f;
     const int64 at = head * p.padded_rows + row_begin + row;
     p.delta[at] = sum - dlse;
-    if (p.shift != nullptr) any_weightless |= store_shift(p, head, row_begin + row, at);
+    if (p.shift != nullptr) marked |= !store_shift(p, head, row_begin + row, at);
   });
   if (p.shift == nullptr) return;
-  any_weightless = __syncthreads_or(any_weightless);
-  if (threadIdx.x == 0) p.weightless[(head * p.padded_rows + row_begin) / kWeightlessRows] = any_weightless;
+  if constexpr (Config::check_query) marked |= finds_nonfinite_query(p, c);
+  marked = __syncthreads_or(marked);
+  if (threadIdx.x == 0) p.marked_rows[(head * p.padded_rows + row_begin) / kMarkedRows] = marked;
 }

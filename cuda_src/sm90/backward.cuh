@@ -5,6 +5,7 @@
 #include "core/scheduler.cuh"
 #include "core/seqlen.cuh"
 #include "ptx/bulk_copy.cuh"
+#include "ptx/elect.cuh"
 #include "ptx/shared.cuh"
 #include "sm90/panel.cuh"
 #include "sm90/ring.cuh"
@@ -37,13 +38,13 @@ struct Shape {
   // Shared memory, from a multiple of 1024: sK (tile_n, tile_d); sV (tile_n, tile_dv); sQ (stages, tile_m, tile_d);
   // sdO (stages, tile_m, tile_dv); sdS (buffers, tile_n, tile_m), transposed; the rows' shifts and deltas (stages, 2,
   // tile_m); dQ on its way out of a warpgroup (dq_writers, 64, dq_columns); P^T in float32 between warpgroups that
-  // share keys (tile_n, tile_m); the marks of keys; the barriers.
+  // share keys (tile_n, tile_m); the marks of keys, and what care the block needs; the barriers.
   static constexpr int v_at = K::bytes, q_at = v_at + V::bytes, dout_at = q_at + stages * Q::bytes;
   static constexpr int ds_at = dout_at + stages * Dout::bytes, rows_at = ds_at + buffers * Scores::bytes;
   static constexpr int dq_at = rows_at + stages * rows_bytes, dq_bytes = 4 * 64 * dq_columns;
   static constexpr int dq_writers = !Config::bulk_add ? 0 : Config::query_group ? 1 : warpgroups;
   static constexpr int weights_at = dq_at + dq_writers * dq_bytes, weights_bytes = split_keys ? 0 : 4 * tile_n * tile_m;
-  static constexpr int marks_at = weights_at + weights_bytes, barriers_at = marks_at + 4 * tile_n;
+  static constexpr int marks_at = weights_at + weights_bytes, barriers_at = marks_at + 4 * (tile_n + 2);
   // A block has the registers that it was launched with.
   static constexpr int launch_registers = 65536 / threads / 8 * 8;
   static_assert(consumers * Config::consumer_registers + 128 * Config::query_registers <= threads * launch_registers);
@@ -57,6 +58,7 @@ struct Shared {
   Shape::Ring q_ring, dout_ring;
   Shape::ScoreRing ds_ring;      // from the warps of the consumers
   RingBarriers<1> weights_ring;  // from one warpgroup to another that shares its keys
+  RingBarriers<1> care_known;    // what care the block needs, see care.cuh
 
   __device__ __forceinline__ explicit Shared(unsigned start)
       : base((start + 1023) & ~1023u),
@@ -65,7 +67,8 @@ struct Shared {
         q_ring{v_full.at + RingBarriers<1>::bytes},
         dout_ring{q_ring.at + Shape::Ring::bytes},
         ds_ring{dout_ring.at + Shape::Ring::bytes},
-        weights_ring{ds_ring.at + Shape::ScoreRing::bytes} {}
+        weights_ring{ds_ring.at + Shape::ScoreRing::bytes},
+        care_known{weights_ring.at + RingBarriers<1>::bytes} {}
 
   __device__ __forceinline__ void init() const {
     constexpr int consumer_warps = 4 * Shape::warpgroups;
@@ -75,6 +78,7 @@ struct Shared {
     dout_ring.init(consumer_warps);
     ds_ring.init(Config::query_group ? 4 : consumer_warps, Shape::split_keys ? consumer_warps : 4);
     weights_ring.init(4, 4);
+    care_known.init(1);
     mbarrier_init_fence();
   }
 
@@ -98,6 +102,15 @@ struct Shared {
   __device__ __forceinline__ unsigned weights() const { return base + Shape::weights_at; }
   __device__ __forceinline__ unsigned delta(int stage) const { return shift(stage) + 4 * Shape::tile_m; }
   __device__ __forceinline__ unsigned mark(int key) const { return base + Shape::marks_at + 4 * key; }
+
+  __device__ __forceinline__ void publish_care(int care) const {
+    store_shared(mark(Shape::tile_n), static_cast<unsigned>(care));
+    care_known.publish({});
+  }
+  __device__ __forceinline__ int wait_care() const {
+    care_known.wait_full({});
+    return in_uniform_register(static_cast<int>(load_shared(mark(Shape::tile_n))));
+  }
 };
 
 // By all threads, first of all.

@@ -1,9 +1,10 @@
 // For the sm90 backward kernels: inf and NaN where some see them and others do not, and rows without weight, which add
 // nothing to any gradient whatever their queries and dO hold. All of it is off the usual path.
 //
-// Keys: behind a mask a block looks for them once. It then replaces the inf and NaN of K in shared memory by 0, marks
-// the keys, and adds what they do to scores and to dQ element by element. Queries and dO: a step with a mask, or with a
-// weightless row, whose scores are not all finite, adds what they do to the dK and dV that see them, and clears them.
+// Keys: behind a mask a block looks for them once, beside its first products. It then replaces the inf and NaN of K in
+// shared memory by 0, marks the keys, and adds what they do to scores and to dQ element by element. Queries and dO: a
+// step with a mask, or with a weightless row, whose scores are not all finite, adds what they do to the dK and dV that
+// see them, and clears them.
 #pragma once
 
 #include "core/dq_sum.cuh"
@@ -13,14 +14,16 @@
 
 namespace cuflash {
 
-// Named barriers from here on: of all consumers, and of each of them.
-enum { consumers_barrier = 8, consumer_barrier };
+// Named barriers from here on: of all consumers, of each of them, and of the inspectors, which are warps that only
+// feed.
+enum { consumers_barrier = 8, consumer_barrier, inspectors_barrier = consumer_barrier + Shape::warpgroups };
+constexpr int kInspectors = 96;  // threads
 
 // Whether this thread, of `threads`, finds an inf or NaN in its part of a tile.
 template <int Bytes>
 __device__ __forceinline__ bool finds_nonfinite(unsigned sTile, unsigned thread, int threads) {
   unsigned sum = 0;
-#pragma unroll 4
+#pragma unroll 2
   for (int at = 16 * thread; at < Bytes; at += 16 * threads)
     sum = add_zero_times_chunk<Shape::Element>(sTile + at, sum);
   return any_nonfinite<Shape::Element>(sum);
@@ -32,12 +35,17 @@ __device__ __forceinline__ void clear_nonfinite(unsigned sTile, unsigned thread,
   for (int at = 16 * thread; at < Bytes; at += 16 * threads) clear_nonfinite_chunk<Shape::Element>(sTile + at);
 }
 
-// A number of the keys as the caller has them if it is inf or NaN, else 0.
-__device__ __forceinline__ float load_nonfinite(const BackwardParams& p, const Work& work, int key, int column) {
+// A number of the keys as the caller has them.
+__device__ __forceinline__ float load_key(const BackwardParams& p, const Work& work, int key, int column) {
   const int64 row = work.first_key() + key;
   const char* rows = static_cast<const char*>(p.k) + work.c.batch * p.k_batch + work.c.head * p.k_head + row * p.k_row;
-  const unsigned bits = *reinterpret_cast<const unsigned short*>(rows + 2 * column);
-  return any_nonfinite<Shape::Element>(bits) ? unpack<Shape::Element>(static_cast<unsigned short>(bits)) : 0.0f;
+  return unpack<Shape::Element>(*reinterpret_cast<const unsigned short*>(rows + 2 * column));
+}
+
+// The same if it is inf or NaN, else 0.
+__device__ __forceinline__ float load_nonfinite(const BackwardParams& p, const Work& work, int key, int column) {
+  const float value = load_key(p, work, key, column);
+  return is_finite(value) ? 0.0f : value;
 }
 
 __device__ __forceinline__ float low_half(unsigned pair) {
@@ -48,27 +56,34 @@ __device__ __forceinline__ float high_half(unsigned pair) {
   return unpack<Shape::Element>(static_cast<unsigned short>(pair >> 16));
 }
 
-// By all consumers, as long as K is on its way: whether the block meets a weightless row.
-__device__ __forceinline__ bool meets_weightless(const BackwardParams& p, const Work& work, unsigned thread) {
-  const int rows = Shape::tile_m / kWeightlessRows;  // words of a query tile
-  const int first = work.tiles.first * rows, last = min(work.tiles.last * rows, p.padded_rows / kWeightlessRows);
+// One of the eight numbers of a chunk in shared memory.
+__device__ __forceinline__ float load_number(unsigned chunk, int i) {
+  const unsigned pair = load_shared(chunk + 2 * (i & ~1));
+  return i % 2 ? high_half(pair) : low_half(pair);
+}
+
+// By all inspectors, as long as K is on its way: whether the block meets marked rows.
+__device__ __forceinline__ bool meets_marked_rows(const BackwardParams& p, const Work& work, unsigned thread) {
+  const int rows = Shape::tile_m / kMarkedRows;  // words of a query tile
+  const int first = work.tiles.first * rows, last = min(work.tiles.last * rows, p.padded_rows / kMarkedRows);
   unsigned any = 0;
 #pragma unroll 1
   for (int head = work.first(p).head; head < work.end_head; ++head) {
-    const int64 at = (static_cast<int64>(work.c.batch) * p.heads_q + head) * (p.padded_rows / kWeightlessRows);
+    const int64 at = (static_cast<int64>(work.c.batch) * p.heads_q + head) * (p.padded_rows / kMarkedRows);
 #pragma unroll 1
-    for (int i = first + thread; i < last; i += Shape::consumers) any |= p.weightless[at + i];
+    for (int i = first + thread; i < last; i += kInspectors) any |= p.marked_rows[at + i];
   }
-  return in_uniform_register(named_barrier_or<Shape::consumers>(consumers_barrier, any != 0));
+  return named_barrier_or<kInspectors>(inspectors_barrier, any != 0);
 }
 
-// By all consumers, before anybody uses K: marks and clears keys with inf or NaN. Says whether there are any.
+// By all inspectors: marks and clears keys with inf or NaN. Says whether there are any. Scores of marked keys are put
+// right whatever they were made of, so that products with K need not wait; those for dQ do.
 __device__ __forceinline__ bool inspect_keys(const BackwardParams& p, const Shared& shared, const Work& work,
                                              unsigned thread) {
   if constexpr (!Config::has_band) return false;
-  constexpr int threads = Shape::consumers;
+  constexpr int threads = kInspectors;
   const bool found =
-      named_barrier_or<threads>(consumers_barrier, finds_nonfinite<Shape::K::bytes>(shared.k(), thread, threads));
+      named_barrier_or<threads>(inspectors_barrier, finds_nonfinite<Shape::K::bytes>(shared.k(), thread, threads));
   if (!found) return false;
 #pragma unroll 1
   for (int key = thread; key < Shape::tile_n; key += threads) {
@@ -78,22 +93,23 @@ __device__ __forceinline__ bool inspect_keys(const BackwardParams& p, const Shar
           add_zero_times_chunk<Shape::Element>(shared.k() + Shape::K::chunk(key, column / 8), 0));
     store_shared(shared.mark(key), static_cast<unsigned>(bad));
   }
-  named_barrier_sync<threads>(consumers_barrier);
+  named_barrier_sync<threads>(inspectors_barrier);
   clear_nonfinite<Shape::K::bytes>(shared.k(), thread, threads);
   fence_async_proxy();
-  named_barrier_sync<threads>(consumers_barrier);
+  named_barrier_sync<threads>(inspectors_barrier);
   return true;
 }
 
-// What a block knows when inspect() has returned.
-enum { kKeysMarked = 1, kAnyWeightless = 2 };
+// Why a block needs care: some of its keys, or of the rows that it meets, hold inf or NaN.
+enum { kKeysMarked = 1, kRowsMarked = 2 };
 
-// By all consumers: waits for the keys.
-__device__ __forceinline__ int inspect(const BackwardParams& p, const Shared& shared, const Work& work,
-                                       unsigned thread) {
-  const int rows = meets_weightless(p, work, thread) ? kAnyWeightless : 0;
+// By all inspectors, beside the first products: lets the others know what care the block needs.
+__device__ __forceinline__ void inspect(const BackwardParams& p, const Shared& shared, const Work& work,
+                                        unsigned thread) {
+  const int rows = meets_marked_rows(p, work, thread) ? kRowsMarked : 0;
   shared.k_full.wait_full({});
-  return in_uniform_register(rows | (inspect_keys(p, shared, work, thread) ? kKeysMarked : 0));
+  const int keys = inspect_keys(p, shared, work, thread) ? kKeysMarked : 0;
+  if (thread == 0) shared.publish_care(rows | keys);
 }
 
 // What marked keys add to this thread's scores, which the product with the cleared ones made.
@@ -118,10 +134,60 @@ __device__ __forceinline__ void repair_scores(const KeyRows& r, KeyRows::Scores&
   }
 }
 
+// The sum of x(column) * y(column), or a NaN as soon as it is one.
+template <class X, class Y>
+__device__ __forceinline__ float dot(int columns, X&& x, Y&& y) {
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int column = 0; column < columns && sum == sum; ++column) sum = fmaf(x(column), y(column), sum);
+  return sum;
+}
+
+// What a marked key has in P^T, or in dS^T, for a query that sees it.
+template <bool Gradient>
+__device__ __forceinline__ float weigh_marked_key(const KeyRows& r, int key, int query, int stage) {
+  const unsigned sQ = r.shared.q(stage), sdO = r.shared.dout(stage), sV = r.shared.v();
+  float s[4] = {}, slope[4];
+  s[0] = dot(
+      r.p.head_dim, [&](int column) { return load_key(r.p, r.work, key, column); },
+      [&](int column) { return load_number(sQ + Shape::Q::chunk(query, column / 8), column % 8); });
+  Config::score::apply(s, slope, r.p);
+  const float weight = exp2_approx(fmaf(s[0], r.p.exp2_scale, -load_shared_float(r.shared.shift(stage) + 4 * query)));
+  if constexpr (!Gradient) return weight;
+  const float gradient = dot(
+      r.p.head_dim_v, [&](int column) { return load_number(sV + Shape::V::chunk(key, column / 8), column % 8); },
+      [&](int column) { return load_number(sdO + Shape::Dout::chunk(query, column / 8), column % 8); });
+  return weight * (gradient - load_shared_float(r.shared.delta(stage) + 4 * query)) * slope[0];
+}
+
+// P^T or dS^T of this thread's marked keys in shared memory, where the products with cleared keys have made something
+// else of them.
+template <bool Gradient>
+__device__ __forceinline__ void weigh_marked_keys(const KeyRows& r, unsigned sScores, int stage, int row_begin) {
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    const int key = r.key() + 8 * half;
+    if (load_shared(r.shared.mark(key)) == 0) continue;
+#pragma unroll 1
+    for (int m = 0; m < Shape::m_blocks; ++m) {
+      float value[2];
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i) {
+        const int query = 8 * m + 2 * (r.lane() % 4) + i, row = row_begin + query;
+        const bool sees =
+            row < r.p.seqlen_q && VisibleKeys::of_row<Config::has_band>(r.p, row).contains(r.work.first_key() + key);
+        const float number = sees ? weigh_marked_key<Gradient>(r, key, query, stage) : 0.0f;
+        (i ? value[1] : value[0]) = number;
+      }
+      store_shared(sScores + Shape::Scores::chunk(key, m) + 4 * (r.lane() % 4),
+                   pack<Shape::Element>(value[0], value[1]));
+    }
+  }
+}
+
 // The number at (key, query) of a tile of P^T or dS^T.
 __device__ __forceinline__ float load_transposed_score(unsigned sScores, int key, int query) {
-  const unsigned pair = load_shared(sScores + Shape::Scores::chunk(key, query / 8) + 2 * (query % 8 & ~1));
-  return query % 2 ? high_half(pair) : low_half(pair);
+  return load_number(sScores + Shape::Scores::chunk(key, query / 8), query % 8);
 }
 
 // What marked keys add to the sums of dQ at the rows that see them; by 128 threads, columns [first, last). Each
@@ -168,6 +234,17 @@ __device__ __forceinline__ void clear_weightless(const KeyRows& r, KeyRows::Scor
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       if (is_weightless(r.shared, stage, 8 * m + 2 * (r.lane() % 4) + i)) scores[0][m][i] = scores[0][m][2 + i] = 0.0f;
+}
+
+// The same, rounded.
+__device__ __forceinline__ void clear_weightless(const KeyRows& r, KeyRows::Operand& scores, int stage) {
+#pragma unroll
+  for (int m = 0; m < Shape::m_blocks; ++m)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (is_weightless(r.shared, stage, 8 * m + 2 * (r.lane() % 4) + i))
+#pragma unroll
+        for (int half = 0; half < 2; ++half) scores[m / 2][2 * (m % 2) + half] &= i ? 0x0000FFFFu : 0xFFFF0000u;
 }
 
 // acc += S^T X over the inf and NaN of X (queries or dO) that this thread's keys see; score(half, query) is a number of

@@ -131,10 +131,25 @@ struct KeyRows {
     }
   }
 
-  __device__ __forceinline__ void clear_hidden(Scores& r, const QueryStep& step) const {
+  // f(m, i) for this thread's hidden scores.
+  template <class F>
+  __device__ __forceinline__ void for_each_hidden(const QueryStep& step, F&& f) const {
     const unsigned t = made_anew(thread), first = work.first_key() + 64 * group + t / 32 * 16 + t % 32 / 4;
-    for_each_hidden<Config::has_band, true, 1, Shape::m_blocks>(
-        ScoreBand::of_keys(p), first, step.row_begin() + 2 * (t % 4), [&](int, int m, int i) { r[0][m][i] = 0.0f; });
+    cuflash::for_each_hidden<Config::has_band, true, 1, Shape::m_blocks>(
+        ScoreBand::of_keys(p), first, step.row_begin() + 2 * (t % 4), [&](int, int m, int i) { f(m, i); });
+  }
+
+  __device__ __forceinline__ void clear_hidden(Scores& r, const QueryStep& step) const {
+    for_each_hidden(step, [&](int m, int i) { r[0][m][i] = 0.0f; });
+  }
+
+  // Once they are rounded.
+  __device__ __forceinline__ void clear_hidden(Operand& rP, Operand& rdS, const QueryStep& step) const {
+    for_each_hidden(step, [&](int m, int i) {
+      const unsigned others = i % 2 ? 0x0000FFFFu : 0xFFFF0000u;
+      rP[m / 2][2 * (m % 2) + i / 2] &= others;
+      rdS[m / 2][2 * (m % 2) + i / 2] &= others;
+    });
   }
 
   static __device__ __forceinline__ void pack_operand(Operand& a, const Scores& r) {
@@ -170,9 +185,9 @@ struct KeyRows {
     if (lane() == 0) shared.ds_ring.publish(ds_at);
   }
 
-  // Whether some of the block's keys do not see a query or do not exist, or whether every step needs care.
-  __device__ __forceinline__ bool needs_care(const QueryStep& step, bool always) const {
-    return always || needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, step.row_begin(), work.c.key_tile);
+  // Whether some of the block's keys do not see a query of a step, or do not exist.
+  __device__ __forceinline__ bool hides_any(const QueryStep& step) const {
+    return needs_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, step.row_begin(), work.c.key_tile);
   }
 
   // Rows of dK or dV, times a factor.

@@ -155,7 +155,7 @@ struct QueryGradient {
   }
 };
 
-// The warpgroup that feeds the others and, if none of them does, makes dQ.
+// The warpgroup that feeds the others, inspects what it feeds them and, if none of them does, makes dQ.
 struct Feeder {
   Loader loader;
   QueryGradient gradient;
@@ -200,6 +200,8 @@ struct Feeder {
 #pragma unroll 1
       for (int stage = 0; !loader.done() && (!Config::query_group || stage < Shape::stages); ++stage)
         loader.load(stage == 0);
+    } else if (!loader.done()) {
+      inspect(loader.p, loader.shared, work, threadIdx.x - 32);
     }
     if constexpr (Config::query_group) {
       bool first = true;

@@ -21,8 +21,10 @@ struct Consumer : KeyRows {
   float rdV[1][Shape::dv_blocks][4] = {};
   KeyOperand<Shape::K> rK;
   KeyOperand<Shape::V> rV;
-  Operand rP, rdS;  // of the products that go on
-  int care = 0;     // kKeysMarked, kAnyWeightless
+  Operand rP, rdS;                          // of the products that go on
+  int care;                                 // of the block, once it is known: see care.cuh
+  Shape::Ring::Position at;                 // of the step under way
+  Shape::ScoreRing::Position ds_at, dq_at;  // of its dS^T, and of the next to make dQ of
   QueryGradient gradient;
 
   __device__ __forceinline__ Consumer(const BackwardParams& p, const Shared& shared, const Work& work, int group,
@@ -71,28 +73,16 @@ struct Consumer : KeyRows {
     }
   }
 
-  // From the products of a step, which may still be under way, to P^T and dS^T as operands and dS^T in shared memory.
-  // Plain steps are those that needs_care() passes.
-  template <bool Plain>
+  // From the products of a step, which may still be under way, to P^T and dS^T as operands.
   __device__ __forceinline__ void differentiate(Scores& rS, Scores& rdP, QueryRows& shifts, const QueryStep& step,
                                                 int count) {
-    const auto at = query_position(count);
-    bool found = false;
     QueryRows deltas;
     wgmma_wait<Config::score::bends ? 0 : 1>();
     pin_accumulators(rS);
-    if constexpr (Config::score::bends) pin_accumulators(rdP);
-    if constexpr (!Plain) {
-      if (Config::has_band && care & kKeysMarked) {
-        repair_scores(apart(), rS, shared.q(at.stage));
-        shifts.fetch(shared.shift(at.stage), lane());  // again: not held meanwhile
-      }
-      found = !all_finite(rS);
-    }
     if constexpr (Config::score::bends) {
+      pin_accumulators(rdP);
       if (makes_query_gradient(count)) flush(work.before<2>(step));
       deltas.fetch(shared.delta(at.stage), lane());
-      if constexpr (!Plain) found |= !all_finite(rdP);
       weigh_and_differentiate(rS, rdP, shifts, deltas);
     } else {
       weigh(rS, shifts);
@@ -100,70 +90,87 @@ struct Consumer : KeyRows {
       deltas.fetch(shared.delta(at.stage), lane());
       wgmma_wait<0>();
       pin_accumulators(rdP);
-      if constexpr (!Plain) found |= !all_finite(rdP);
       differentiate_softmax(rS, rdP, deltas);
-    }
-    if constexpr (!Plain) {
-      clear_hidden(rS, step);
-      clear_hidden(rdP, step);
-      if (in_uniform_register(found)) {
-        clear_weightless(apart(), rS, at.stage);
-        clear_weightless(apart(), rdP, at.stage);
-      }
     }
     pack_operand(rP, rS);
     pack_operand(rdS, rdP);
-    store_scores(score_position(count), rdS);
-    if constexpr (!Plain)
-      if (in_uniform_register(named_barrier_or<128>(consumer_barrier + group, found))) silence_queries(step, count);
   }
 
-  // When the scores of a step are not all finite. If Q or dO is the reason all warpgroups come here, and add what its
-  // inf and NaN do to the dK and dV that see them; then those become 0.
+  // Where a step hides anything, or its block needs care: puts P^T and dS^T right, and what inf and NaN have made of
+  // them. A second version of differentiate(), or a branch in it, would make the loop slower even where it is not
+  // taken.
+  __device__ __forceinline__ void take_care(const QueryStep& step, int count) {
+    clear_hidden(rP, rdS, step);
+    if (care == 0) return;
+    if (Config::has_band && care & kKeysMarked) {
+      const unsigned sScores = shared.ds(ds_at.stage);
+      exchange_scores(ds_at, rP, [&] { weigh_marked_keys<false>(apart(), sScores, at.stage, step.row_begin()); });
+      exchange_scores(ds_at, rdS, [&] { weigh_marked_keys<true>(apart(), sScores, at.stage, step.row_begin()); });
+    }
+    if (care & kRowsMarked) {
+      clear_weightless(apart(), rP, at.stage);
+      clear_weightless(apart(), rdS, at.stage);
+      silence_queries(step, count);
+    }
+  }
+
+  // Lets f() see a tile, and change what the lanes of a warp have of it, where dS^T is to be.
+  template <class F>
+  __device__ __forceinline__ void exchange_scores(const Shape::ScoreRing::Position& ds_at, Operand& r, F&& f) const {
+    __syncwarp();
+    store_scores(ds_at, r);
+    __syncwarp();
+    f();
+    __syncwarp();
+    load_scores(ds_at, r);
+    __syncwarp();
+  }
+
+  // If Q or dO of a step hold inf or NaN, adds what these do to the dK and dV that see them; then they become 0.
   __device__ __forceinline__ void silence_queries(const QueryStep& step, int count) {
-    const auto at = query_position(count);
-    const auto ds_at = score_position(count);
     const unsigned sQ = shared.q(at.stage), sdO = shared.dout(at.stage), sScores = shared.ds(ds_at.stage);
     const bool found = finds_nonfinite<Shape::Q::bytes>(sQ, made_anew(thread), 128) ||
                        finds_nonfinite<Shape::Dout::bytes>(sdO, made_anew(thread), 128);
     if (!in_uniform_register(named_barrier_or<128>(consumer_barrier + group, found))) return;
     const KeyRows r = apart();
     const auto score = [&](int half, int query) { return load_transposed_score(sScores, r.key() + 8 * half, query); };
-    __syncwarp();
-    store_scores(ds_at, rP);  // for a moment, for the lanes of a warp
-    __syncwarp();
-    add_nonfinite_queries<Shape::Dout>(apart(), rdV, sdO, at.stage, step.row_begin(), score);
-    load_scores(ds_at, rP);
-    __syncwarp();
-    store_scores(ds_at, rdS);
-    __syncwarp();
-    add_nonfinite_queries<Shape::Q>(apart(), rdK, sQ, at.stage, step.row_begin(), score);
-    load_scores(ds_at, rdS);
+    exchange_scores(ds_at, rP,
+                    [&] { add_nonfinite_queries<Shape::Dout>(apart(), rdV, sdO, at.stage, step.row_begin(), score); });
+    exchange_scores(ds_at, rdS,
+                    [&] { add_nonfinite_queries<Shape::Q>(apart(), rdK, sQ, at.stage, step.row_begin(), score); });
     named_barrier_sync<Shape::consumers>(consumers_barrier);
     clear_for_products<Shape::Q::bytes>(apart(), sQ, consumer_barrier + group);
     clear_for_products<Shape::Dout::bytes>(apart(), sdO, consumer_barrier + group);
   }
 
-  // dK and dV of the step before, if there is one, and the scores of this. dQ comes first: what it leaves goes to
-  // shared memory beside the products for dV and dK, which leave most room there.
-  __device__ __forceinline__ void go_on(const QueryStep& step, int count) {
+  // A turn: dK and dV of the step before, if there is one, and the scores of this, if it is one. Says whether it is. dQ
+  // comes first: what it leaves goes to shared memory beside the products for dV and dK, which leave most room there.
+  __device__ __forceinline__ bool go_on(const QueryStep& step, int count) {
     Scores rS, rdP;
     QueryRows shifts;
-    const auto at = query_position(count);
+    const bool is_step = work.has(step);
     wait_turn();
     if (count == 0) {
       shared.q_ring.wait_full(at);
       issue_scores(rS, at.stage);
     } else {
       QueryGradient::Fragment rdQ;
-      if constexpr (!Config::query_group) issue_query_gradient(rdQ, count - 2, makes_query_gradient(count));
-      const auto before = query_position(count - 1);
-      issue_key_gradients(before.stage);
-      publish_scores(score_position(count - 1));
+      if constexpr (!Config::query_group) issue_query_gradient(rdQ, makes_query_gradient(count));
+      issue_key_gradients(at.stage);
+      const auto before = at;
+      at.advance();
+      publish_scores(ds_at);
+      ds_at.advance();
       if constexpr (!Config::query_group) {
         wgmma_wait<2>();
         pin_accumulators(rdQ);
-        if (makes_query_gradient(count)) add_query_gradient(rdQ, work.before<2>(step), count - 2);
+        if (makes_query_gradient(count)) add_query_gradient(rdQ, work.before<2>(step), count > 2);
+      }
+      if (!is_step) {
+        release_queries<0>(before);
+        pass_turn();
+        if (makes_query_gradient(count)) flush(work.before<2>(step));
+        return false;
       }
       shared.q_ring.wait_full(at);
       if constexpr (Config::early_scores) {
@@ -180,67 +187,45 @@ struct Consumer : KeyRows {
     shifts.fetch(shared.shift(at.stage), lane());
     issue_score_gradients(rdP, at);
     pass_turn();
-    if (needs_care(step, care != 0)) {
-      differentiate<false>(rS, rdP, shifts, step, count);
-    } else {
-      differentiate<true>(rS, rdP, shifts, step, count);
-    }
+    differentiate(rS, rdP, shifts, step, count);
+    if (count == 0) care = shared.wait_care();
+    if (care != 0 || hides_any(step)) take_care(step, count);
+    store_scores(ds_at, rdS);
+    return true;
   }
 
   // dQ lags two steps behind the scores: then the other warpgroup has published its part of dS.
   static __device__ __forceinline__ bool makes_query_gradient(int count) { return !Config::query_group && count >= 2; }
 
-  // The places of the index-th step.
-  static __device__ __forceinline__ Shape::Ring::Position query_position(int index) {
-    return Shape::Ring::Position::of(index);
-  }
-  static __device__ __forceinline__ Shape::ScoreRing::Position score_position(int index) {
-    return Shape::ScoreRing::Position::of(index);
-  }
-
-  // This warpgroup's part of dQ of the index-th step; of whatever is there when there is none, which nobody asks for: a
-  // branch would stand in the way of products that go on.
-  __device__ __forceinline__ void issue_query_gradient(QueryGradient::Fragment& rdQ, int index, bool there) const {
+  // This warpgroup's part of the next dQ; of whatever is there when there is none, which nobody asks for: a branch
+  // would stand in the way of products that go on.
+  __device__ __forceinline__ void issue_query_gradient(QueryGradient::Fragment& rdQ, bool there) const {
     static_assert(Config::query_group || QueryGradient::parts == Shape::warpgroups);
-    const auto buffer = score_position(there ? index : 0);
-    if (there) shared.ds_ring.wait_full(buffer);
-    gradient.issue(rdQ, buffer.stage, group);
+    if (there) shared.ds_ring.wait_full(dq_at);
+    gradient.issue(rdQ, dq_at.stage, group);
   }
 
   // When it is made.
   __device__ __forceinline__ void add_query_gradient(QueryGradient::Fragment& rdQ, const QueryStep& step,
-                                                     int index) const {
-    const auto buffer = score_position(index);
-    if (Config::ordered && index > 0) gradient.pass_turn(work.before<1>(step), group);
+                                                     bool others_before) {
+    if (Config::ordered && others_before) gradient.pass_turn(work.before<1>(step), group);
     if (Config::has_band && care & kKeysMarked)
-      gradient.add_marked(step, buffer.stage, group * (Shape::tile_d / 2), (group + 1) * (Shape::tile_d / 2));
-    if (lane() == 0) shared.ds_ring.release(buffer);
+      gradient.add_marked(step, dq_at.stage, group * (Shape::tile_d / 2), (group + 1) * (Shape::tile_d / 2));
+    if (lane() == 0) shared.ds_ring.release(dq_at);
+    dq_at.advance();
     gradient.add(step, rdQ, group);
   }
 
-  // The last step's dK and dV.
-  __device__ __forceinline__ void end(int count) {
-    const auto last = query_position(count - 1);
-    publish_scores(score_position(count - 1));
-    wait_turn();
-    issue_key_gradients(last.stage);
-    release_queries<0>(last);
-    pass_turn();
-  }
-
-  // dQ of the last two steps. `step` is past the last.
-  __device__ __forceinline__ void add_rest(const QueryStep& step, int count) const {
-#pragma unroll 1
-    for (int index = max(count - 2, 0); index < count; ++index) {
-      const QueryStep at = count - index == 2 ? work.before<2>(step) : work.before<1>(step);
-      QueryGradient::Fragment rdQ;
-      issue_query_gradient(rdQ, index, true);
-      wgmma_wait<0>();
-      pin_accumulators(rdQ);
-      add_query_gradient(rdQ, at, index);
-      flush(at);
-    }
-    gradient.pass_turn(work.before<1>(step), group);
+  // dQ of the last step.
+  __device__ __forceinline__ void add_last(const QueryStep& step, int count) {
+    const QueryStep last = work.before<1>(step);
+    QueryGradient::Fragment rdQ;
+    issue_query_gradient(rdQ, true);
+    wgmma_wait<0>();
+    pin_accumulators(rdQ);
+    add_query_gradient(rdQ, last, count > 1);
+    flush(last);
+    gradient.pass_turn(last, group);
     gradient.finish();
   }
 
@@ -250,12 +235,11 @@ struct Consumer : KeyRows {
     if (work.has(step)) {
       if (Config::take_turns && group == Shape::warpgroups - 1) named_barrier_arrive<256>(turn_barrier);
       if (Config::keys_in_registers) shared.v_full.wait_full({});
-      care = inspect(p, shared, work, 128 * group + thread);
+      shared.k_full.wait_full({});
       rK.load(shared.k(), warp_key(), lane());
       rV.load(shared.v(), warp_key(), lane());
 #pragma unroll 1
-      for (; work.has(step); step = work.after(step)) go_on(step, count++);
-      end(count);
+      for (; go_on(step, count); step = work.after(step)) ++count;
     }
     // The first warpgroup is ahead of the others, whose part of dS the last dQ needs.
 #pragma unroll 1
@@ -264,7 +248,7 @@ struct Consumer : KeyRows {
         write_values(rdV);
         write_keys(rdK);
       } else if (!Config::query_group && count > 0) {
-        add_rest(step, count);
+        add_last(step, count);
       }
     }
   }

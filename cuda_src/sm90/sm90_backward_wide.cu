@@ -24,7 +24,7 @@ struct ValueGroup : KeyRows {
   Scores rS;
   QueryRows shifts;
   Operand rP;
-  int care = 0;  // kKeysMarked, kAnyWeightless
+  int care = 0;  // see inspect()
 
   // From rS to P^T, which is sent on; where the score stage bends scores, its product with the slope is.
   __device__ __forceinline__ void weigh_and_send() {
@@ -58,7 +58,8 @@ struct ValueGroup : KeyRows {
     issue_product<Shape::K, Shape::Q>(rS, {}, shared.k(), shared.q(at.stage));
   }
 
-  // From the scores of a step, which are there, to P^T as an operand. Plain steps are those that needs_care() passes.
+  // From the scores of a step, which are there, to P^T as an operand. Plain steps hide nothing and are in blocks that
+  // need no care.
   template <bool Plain>
   __device__ __forceinline__ void weigh(const QueryStep& step) {
     bool found = false;
@@ -82,7 +83,7 @@ struct ValueGroup : KeyRows {
 
   // What the scores of a step, which are there, add to dV, and the scores of the next.
   __device__ __forceinline__ void compute(const QueryStep& step, bool more) {
-    if (needs_care(step, care != 0)) {
+    if (care != 0 || hides_any(step)) {
       weigh<false>(step);
     } else {
       weigh<true>(step);
@@ -115,8 +116,9 @@ struct ValueGroup : KeyRows {
     QueryStep step = work.first(p);
     bool more = work.has(step);
     if (more) {
-      care = inspect(p, shared, work, thread);
+      shared.k_full.wait_full({});
       issue_scores(true);
+      care = shared.wait_care();
       wgmma_wait<0>();
       pin_accumulators(rS);
     }
@@ -176,7 +178,7 @@ struct KeyGroup : KeyRows {
     if (lane() == 0) shared.dout_ring.release(at);
     receive_and_differentiate();
     if constexpr (!Plain) {
-      if (needs_care(step, false)) clear_hidden(rdP, step);
+      if (hides_any(step)) clear_hidden(rdP, step);
       if (in_uniform_register(!all_finite(rdP))) clear_weightless(apart(), rdP, at.stage);
     }
     pack_operand(rdS, rdP);
@@ -186,7 +188,7 @@ struct KeyGroup : KeyRows {
 
   // What they add to dK, and those of the next step.
   __device__ __forceinline__ void compute(const QueryStep& step, bool more) {
-    if (needs_care(step, care != 0)) {
+    if (care != 0 || hides_any(step)) {
       differentiate<false>(step);
     } else {
       differentiate<true>(step);
@@ -229,9 +231,9 @@ struct KeyGroup : KeyRows {
     QueryStep step = work.first(p);
     bool more = work.has(step);
     if (more) {
-      care = inspect(p, shared, work, 128 + thread);
       shared.v_full.wait_full({});
       issue_score_gradients(true);
+      care = shared.wait_care();
       wgmma_wait<0>();
       pin_accumulators(rdP);
     }

@@ -163,6 +163,8 @@ class Sm80BackwardPrepareConfig(_RowsConfig):
         Width of loads that the strides and addresses of out and dout allow.
     exact_dims : bool
         Whether head_dim_v fills its tile.
+    check_query : bool
+        Whether to look for inf and NaN in q, for the variants that ask for marked rows and where lse does not tell.
     """
 
     source: ClassVar[str] = "sm80/sm80_backward_prepare.cu"
@@ -171,6 +173,7 @@ class Sm80BackwardPrepareConfig(_RowsConfig):
     tile_dv: int
     vector_bytes: int
     exact_dims: bool
+    check_query: bool = False
 
     @property
     def shared_bytes(self) -> int:
@@ -313,7 +316,9 @@ def backward_config(
     return config
 
 
-def prepare_config(problem: Problem, operands: BackwardOperands, tile_d: int) -> Sm80BackwardPrepareConfig:
+def prepare_config(
+    problem: Problem, operands: BackwardOperands, tile_d: int, *, check_query: bool = False
+) -> Sm80BackwardPrepareConfig:
     """The Config of the kernel that runs first; `tile_d` numbers are in a row of the sums of dq."""
     tile_dv = round_up(problem.head_dim_v, 32)
     return Sm80BackwardPrepareConfig(
@@ -324,6 +329,7 @@ def prepare_config(problem: Problem, operands: BackwardOperands, tile_d: int) ->
         tile_dv=tile_dv,
         vector_bytes=min(operands.out.alignment, operands.dout.alignment),
         exact_dims=problem.head_dim_v == tile_dv,
+        check_query=check_query,
     )
 
 
@@ -546,7 +552,7 @@ class BackwardPassLaunch:
         for name, size in self._workspace:
             at[name] = workspace
             workspace += size
-        rows = (at["delta"], at["dq_sum"], at.get("turns", 0), at.get("shift", 0), at.get("weightless", 0))
+        rows = (at["delta"], at["dq_sum"], at.get("turns", 0), at.get("shift", 0), at.get("marked_rows", 0))
         pointers = (q, k, v, out, lse, dout, dlse, dq, dk, dv, *rows)
         for start in self._pieces:
             moved = [x + start * step if x else 0 for x, step in zip(pointers, self._steps, strict=True)]

@@ -112,11 +112,11 @@ class Sm90BackwardConfig:
         """Dynamic shared memory of a block: that of ``Shape`` in ``sm90/backward.cuh``, and room to align."""
         dims = self.tile_d + self.tile_dv
         tiles = self.tile_n * dims + self.stages * self.tile_m * dims + self.buffers * self.tile_n * self.tile_m
-        barriers = 16 * (3 + 2 * self.stages + self.buffers)
+        barriers = 16 * (4 + 2 * self.stages + self.buffers)
         writers = self.bulk_add * (1 if self.query_group else self.warpgroups)
         sums = 4 * writers * 64 * self.dq_columns
         weights = 4 * self.tile_n * self.tile_m if self.tile_n == 64 else 0
-        return 2 * tiles + 8 * self.tile_m * self.stages + 4 * self.tile_n + sums + weights + barriers + 1024
+        return 2 * tiles + 8 * self.tile_m * self.stages + 4 * (self.tile_n + 2) + sums + weights + barriers + 1024
 
     @property
     def numbered(self) -> bool:
@@ -196,7 +196,7 @@ def _workspace_shapes(problem: Problem, deterministic: bool, tile_d: int) -> dic
         "shift": (*heads, rows),  # first, as delta, since both keep what follows aligned
         **sm80.workspace_shapes(problem, deterministic),
         "dq_sum": (*heads, rows, tile_d),
-        "weightless": (*heads, rows // 64),
+        "marked_rows": (*heads, rows // 64),
     }
 
 
@@ -237,7 +237,7 @@ class Sm90Backward(HopperVariant, sm80.BackwardPassVariant):
         """The tile of the table."""
         main = backward_config(problem, operands, deterministic=problem.deterministic)
         kernels: tuple[Any, ...] = (
-            sm80.prepare_config(problem, operands, main.tile_d),
+            sm80.prepare_config(problem, operands, main.tile_d, check_query=problem.softcap > 0),
             main,
             sm80.finish_config(problem, operands, device, main.tile_d),
         )

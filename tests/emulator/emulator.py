@@ -145,7 +145,7 @@ def backward(
             sm80_backward_variant.padded_rows(problem),
             1 + way.seed % 3,
         )
-        names = ("dout", "dlse", "dq", "dk", "dv", "delta", "dq_sum", "turns", "shift", "weightless")
+        names = ("dout", "dlse", "dq", "dk", "dv", "delta", "dq_sum", "turns", "shift", "marked_rows")
         head = POINTERS.pack(*(p[name] for name in ("q", "k", "v", "out", "lse")))
         tail = BACKWARD_POINTERS.pack(*(p.get(name, 0) for name in names))
         at = FORWARD_PARAMS_BYTES
