@@ -119,12 +119,16 @@ struct QueryGradient {
 
   __device__ __forceinline__ unsigned sdQ(int warp) const { return shared.dq(writer) + warp * (Shape::dq_bytes / 4); }
 
-  // What add() left in shared memory, to the sums; by one thread of each warp, behind a fence.
+  // What add() left in shared memory, to the sums, behind a fence; by all threads of each warp, since an address that one
+  // of them computes would not be in uniform registers, where the copy engine wants it.
   __device__ __forceinline__ void flush(const QueryStep& step, int part) const {
     if constexpr (!Config::bulk_add) return;
-    const unsigned warp = thread / 32;
+    const int warp = in_uniform_register(thread / 32);
+    float* target = sums(step, part, warp, 0);
+    const unsigned source = sdQ(warp);
+    if (thread % 32 != 0) return;
     wait_turn(step, part);
-    bulk_add(sums(step, part, warp, 0), sdQ(warp), Shape::dq_bytes / 4);
+    bulk_add(target, source, Shape::dq_bytes / 4);
     bulk_commit();
   }
 
@@ -181,7 +185,7 @@ struct Feeder {
       gradient.add(step, rdQ, part);
       if (Config::bulk_add) fence_async_proxy();
       __syncwarp();
-      if (threadIdx.x % 32 == 0) gradient.flush(step, part);
+      gradient.flush(step, part);
     }
     gradient.pass_turn(step, 0);
   }

@@ -36,7 +36,7 @@ struct Consumer : KeyRows {
     if constexpr (!Config::bulk_add) return;
     fence_async_proxy();
     __syncwarp();
-    if (lane() == 0) gradient.flush(step, group);
+    gradient.flush(step, group);
   }
 
   // Products of one warpgroup are issued together, so that they run as a block while the other takes exponentials.
@@ -216,11 +216,11 @@ struct Consumer : KeyRows {
     gradient.add(step, rdQ, group);
   }
 
-  // dQ of the last step.
-  __device__ __forceinline__ void add_last(const QueryStep& step, int count) {
-    const QueryStep last = work.before<1>(step);
+  // dQ of the last step, beside what is left to do.
+  __device__ __forceinline__ void end_query_gradient(const QueryStep& last, int count) {
     QueryGradient::Fragment rdQ;
     issue_query_gradient(rdQ, true);
+    write_keys(rdK);
     wgmma_wait<0>();
     pin_accumulators(rdQ);
     add_query_gradient(rdQ, last, count > 1);
@@ -241,15 +241,11 @@ struct Consumer : KeyRows {
 #pragma unroll 1
       for (; go_on(step, count); step = work.after(step)) ++count;
     }
-    // The first warpgroup is ahead of the others, whose part of dS the last dQ needs.
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      if (half == group % 2) {
-        write_values(rdV);
-        write_keys(rdK);
-      } else if (!Config::query_group && count > 0) {
-        add_last(step, count);
-      }
+    write_values(rdV);
+    if (!Config::query_group && count > 0) {
+      end_query_gradient(work.before<1>(step), count);
+    } else {
+      write_keys(rdK);
     }
   }
 };
