@@ -29,7 +29,7 @@ REGISTRY: dict[str, Entry] = {
     "sm80": Entry("cuflash.variants.sm80_forward", "cuda"),
     "numpy": Entry("cuflash.variants.numpy_tiled", "cpu"),
 }
-# The faster sm90 stays behind sm80 until it has been through memcheck, racecheck and a thousand repeats.
+# The faster sm90 stays behind sm80 until it has been through memcheck and racecheck with all its options.
 BACKWARD: dict[str, Entry] = {
     "sm80": Entry("cuflash.variants.sm80_backward", "cuda"),
     "sm90": Entry("cuflash.variants.sm90_backward", "cuda"),

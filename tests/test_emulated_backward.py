@@ -170,6 +170,23 @@ def test_what_sees_no_nan_keeps_its_bits(options, deterministic, d, variant):
         assert np.isnan(wide(runs[1][2 if which == 0 else 0])).any()
 
 
+@pytest.mark.parametrize(("d", "variant"), [(64, "sm80"), (64, "sm90"), (128, "sm90"), (192, "sm90")])
+def test_infinite_query_with_finite_scores_reaches_no_key_that_it_does_not_see(d, variant):
+    """softcap makes finite scores of infinite products, so that neither lse nor delta tells."""
+    options = {"causal": True, "softcap": 5.0}
+    clean = case(100, 100, d, d, hq=1, **options)[:4]
+    arrays = [x.copy() for x in clean]
+    arrays[1][0, 50, 0, 5] = np.inf
+    runs = []
+    for x in (clean, arrays):
+        out, lse = cuflash.attention(*x[1:], return_lse=True, **options)
+        assert np.isfinite(lse).all()
+        runs.append(differentiate(*x, out, lse, Way(2, True), variant=variant, **options))
+    for want, got in zip(*(run[1:] for run in runs), strict=True):
+        np.testing.assert_array_equal(got[:, 51:].view(np.uint16), want[:, 51:].view(np.uint16))
+    assert np.isnan(wide(runs[1][1][0, :51, 0, 5])).all()
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("d", "dv", "arch", "variant"),

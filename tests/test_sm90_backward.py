@@ -103,7 +103,21 @@ def test_tiles_mingle_under_a_mask_only_and_within_the_cache():
     assert plain.section(p, HOPPER) == 1
     section = masked.section(p, HOPPER)
     assert section == 16 and section * 2048 * (4 * 128 + 4 * 128) <= 40 << 20
-    assert masked.numbered and not plain.numbered
+    assert plain.grid(p, 3) == (16, 32, 3)
+    assert masked.grid(p, 3) == (16 * 16, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("heads", "batch", "section"),
+    [(32, 2, 16), (8, 2, 8), (24, 1, 8), (12, 2, -16), (3, 40, -16), (3, 1, -3), (1, 1, 1)],
+)
+def test_tiles_mingle_in_a_grid_without_divisions_if_that_costs_at_most_half(heads, batch, section):
+    p = problem(b=batch, m=2048, n=2048, hq=heads, hkv=heads, d=128, dv=128, causal=True)
+    config = backward_config(p, layouts())
+    assert config.section(p, HOPPER) == section
+    assert config.grid(p, batch) == (
+        (16 * heads * batch, 1, 1) if section < 0 else (16 * section, heads // section, batch)
+    )
 
 
 def test_source_names():

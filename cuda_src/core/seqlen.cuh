@@ -50,6 +50,16 @@ struct QueryTiles : TileRange {
       return {0, (p.seqlen_q + TileM - 1) / TileM};
     }
   }
+
+  // Those of which each row, whether it exists or not, sees all keys of a tile of TileN.
+  template <bool HasBand, int TileM, int TileN>
+  static __device__ __forceinline__ QueryTiles without_mask(const ForwardParams& p, int key_tile) {
+    const int first_key = key_tile * TileN, last_key = first_key + TileN - 1;
+    if (last_key >= p.seqlen_k) return {0, 0};
+    if constexpr (!HasBand) return {0, (p.seqlen_q + TileM - 1) / TileM};
+    const int first_row = max(last_key - p.diag_upper, 0), last_row = first_key - p.diag_lower - (TileM - 1);
+    return {(first_row + TileM - 1) / TileM, last_row < 0 ? 0 : last_row / TileM + 1};
+  }
 };
 
 // Whether a key tile holds a key that some row of [row_begin, row_begin + TileM) does not see.

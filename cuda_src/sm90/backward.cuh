@@ -82,10 +82,6 @@ struct Shared {
     mbarrier_init_fence();
   }
 
-  __device__ __forceinline__ void clear_marks() const {
-    if (Config::has_band && threadIdx.x < Shape::tile_n) store_shared(mark(threadIdx.x), 0u);
-  }
-
   __device__ __forceinline__ unsigned k() const { return base; }
   __device__ __forceinline__ unsigned v() const { return base + Shape::v_at; }
   __device__ __forceinline__ unsigned q(int stage) const { return base + Shape::q_at + stage * Shape::Q::bytes; }
@@ -122,7 +118,6 @@ __device__ __forceinline__ void start(const Sm90BackwardParams& params, const Sh
     prefetch_tensor_map(params.dout);
     shared.init();
   }
-  shared.clear_marks();
   __syncthreads();
 }
 

@@ -2,9 +2,9 @@
 // nothing to any gradient whatever their queries and dO hold. All of it is off the usual path.
 //
 // Keys: behind a mask a block looks for them once, beside its first products. It then replaces the inf and NaN of K in
-// shared memory by 0, marks the keys, and adds what they do to scores and to dQ element by element. Queries and dO: a
-// step with a mask, or with a weightless row, whose scores are not all finite, adds what they do to the dK and dV that
-// see them, and clears them.
+// shared memory by 0, marks the keys, and makes what they do to scores and to dQ element by element. Queries and dO:
+// the kernel before has marked where rows hold any, or have no weight. The steps of a block that meets marked rows look
+// for them, add what they do to the dK and dV that see them, and clear them.
 #pragma once
 
 #include "core/dq_sum.cuh"
@@ -263,7 +263,7 @@ __device__ __forceinline__ void add_nonfinite_queries(const KeyRows& r, float (&
       [&](int k, int n) { return load_shared(sX + Queries::chunk(made_anew(k), n) + 4 * (r.lane() % 4)); });
 }
 
-// Clears a tile behind a barrier of the warpgroup's threads, for its products.
+// Clears a tile that all have read, for the products of the warpgroup, which meets at a barrier.
 template <int Bytes>
 __device__ __forceinline__ void clear_for_products(const KeyRows& r, unsigned sTile, int barrier) {
   clear_nonfinite<Bytes>(sTile, r.thread, 128);

@@ -15,16 +15,16 @@ namespace cuflash {
 struct KeyRows {
   using Scores = float[1][Shape::m_blocks][4];       // (64 keys, tile_m queries)
   using Operand = unsigned[Shape::m_blocks / 2][4];  // the same, rounded
-  // This warpgroup's keys or values: in shared memory, or in registers as fragments of 16 columns.
-  template <class Keys>
+  // This warpgroup's keys or values: in shared memory, the first Held of their fragments of 16 columns in registers,
+  // too.
+  template <class Keys, int Held>
   struct KeyOperand {
     static constexpr int blocks = Keys::panels * Keys::panel_columns / 16;
-    unsigned r[Config::keys_in_registers ? blocks : 1][4];
+    unsigned r[Held > 0 ? Held : 1][4];
 
     __device__ __forceinline__ void load(unsigned sKeys, int warp_key, unsigned lane) {
 #pragma unroll
-      for (int k = 0; k < (Config::keys_in_registers ? blocks : 0); ++k)
-        ldmatrix_x4(r[k], sKeys + Keys::chunk(warp_key + lane % 16, 2 * k + lane / 16));
+      for (int k = 0; k < Held; ++k) ldmatrix_x4(r[k], sKeys + Keys::chunk(warp_key + lane % 16, 2 * k + lane / 16));
     }
   };
 
@@ -41,18 +41,18 @@ struct KeyRows {
   __device__ __forceinline__ unsigned key() const { return warp_key() + lane() / 4; }  // its first in the tile
 
   // r = A B^T, not waited for: keys by queries.
-  template <class Keys, class Queries>
-  __device__ __forceinline__ void issue_product(Scores& r, const KeyOperand<Keys>& keys, unsigned sKeys,
+  template <class Keys, class Queries, int Held>
+  __device__ __forceinline__ void issue_product(Scores& r, const KeyOperand<Keys, Held>& keys, unsigned sKeys,
                                                 unsigned sQueries) const {
     using Product = Wgmma<Shape::tile_m, Shape::Element>;
     wgmma_fence();
     const uint64 a = Keys::columns_deep | (sKeys + 64 * group * Keys::row_bytes) >> 4;
     const uint64 b = Queries::columns_deep | sQueries >> 4;
 #pragma unroll
-    for (int k = 0; k < KeyOperand<Keys>::blocks; ++k) {
+    for (int k = 0; k < KeyOperand<Keys, Held>::blocks; ++k) {
       const uint64 queries = b + (Queries::column_block(k) >> 4);
-      if constexpr (Config::keys_in_registers) {
-        Product::template rs<0>(r, keys.r[k], queries, k > 0);
+      if (k < Held) {
+        Product::template rs<0>(r, keys.r[k < Held ? k : 0], queries, k > 0);
       } else {
         Product::template ss<0>(r, a + (Keys::column_block(k) >> 4), queries, k > 0);
       }
@@ -74,7 +74,7 @@ struct KeyRows {
   // The shifts or deltas of this thread's queries, some of them fetched ahead: shared memory is slow to answer while
   // the tensor cores read it.
   struct QueryRows {
-    static constexpr int window = Shape::m_blocks < 8 ? Shape::m_blocks : 8;
+    static constexpr int window = Config::score::bends ? 2 : Shape::m_blocks < 8 ? Shape::m_blocks : 8;
     unsigned at;
     float2 next[window];
 

@@ -119,8 +119,8 @@ struct QueryGradient {
 
   __device__ __forceinline__ unsigned sdQ(int warp) const { return shared.dq(writer) + warp * (Shape::dq_bytes / 4); }
 
-  // What add() left in shared memory, to the sums, behind a fence; by all threads of each warp, since an address that one
-  // of them computes would not be in uniform registers, where the copy engine wants it.
+  // What add() left in shared memory, to the sums, behind a fence; by all threads of each warp, since an address that
+  // one of them computes would not be in uniform registers, where the copy engine wants it.
   __device__ __forceinline__ void flush(const QueryStep& step, int part) const {
     if constexpr (!Config::bulk_add) return;
     const int warp = in_uniform_register(thread / 32);
@@ -155,7 +155,7 @@ struct QueryGradient {
     if constexpr (!Config::ordered) return;
     if (Config::bulk_add && thread % 32 == 0) bulk_wait();
     named_barrier_sync<128>(query_barrier + writer);
-    if (thread == 0) turn(step, part).pass(work.c.before);
+    if (thread == 0) turn(step, part).pass(made_anew(work.c.before));
   }
 };
 
@@ -169,7 +169,7 @@ struct Feeder {
 
   __device__ __forceinline__ void compute(const QueryStep& step, bool first) {
     gradient.shared.ds_ring.wait_full(at);
-    if (Config::has_band && first) keys_marked = any_marked();
+    if (Config::has_band && first) keys_marked = gradient.shared.wait_care() & kKeysMarked;
 #pragma unroll
     for (int part = 0; part < QueryGradient::parts; ++part) {
       QueryGradient::Fragment rdQ;
@@ -188,12 +188,6 @@ struct Feeder {
       gradient.flush(step, part);
     }
     gradient.pass_turn(step, 0);
-  }
-
-  __device__ __forceinline__ bool any_marked() const {
-    bool any = false;
-    for (int key = threadIdx.x % 32; key < Shape::tile_n; key += 32) any |= load_shared(gradient.shared.mark(key)) != 0;
-    return __any_sync(0xFFFFFFFFu, any);
   }
 
   __device__ __forceinline__ void run() {

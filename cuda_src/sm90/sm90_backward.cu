@@ -8,6 +8,8 @@
 //
 // The consumers take turns at issuing their products, those of dK and dV of one step and of the scores of the next:
 // left to themselves they fall into step, and the tensor cores idle while both take exponentials.
+//
+// A step knows nothing of masks: what they hide becomes 0 in the rounded operands, behind a branch that few steps take.
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/care.cuh"
 #include "sm90/key_rows.cuh"
@@ -15,14 +17,17 @@
 
 namespace cuflash {
 
+static_assert(Config::query_group || !Config::early_scores && Shape::buffers == 3, "dQ two steps behind");
+
 // One of the warpgroups that make dK and dV of 64 keys.
 struct Consumer : KeyRows {
   float rdK[1][Shape::d_blocks][4] = {};
   float rdV[1][Shape::dv_blocks][4] = {};
-  KeyOperand<Shape::K> rK;
-  KeyOperand<Shape::V> rV;
+  KeyOperand<Shape::K, Config::keys_in_registers> rK;
+  KeyOperand<Shape::V, Config::values_in_registers> rV;
   Operand rP, rdS;                          // of the products that go on
   int care;                                 // of the block, once it is known: see care.cuh
+  QueryTiles plain;                         // of which nothing is hidden and which need no care
   Shape::Ring::Position at;                 // of the step under way
   Shape::ScoreRing::Position ds_at, dq_at;  // of its dS^T, and of the next to make dQ of
   QueryGradient gradient;
@@ -61,10 +66,9 @@ struct Consumer : KeyRows {
     issue_gradient<Shape::Q>(rdK, rdS, shared.q(stage));
   }
 
-  // When the products for dV and dK are there but for Pending others behind them.
-  template <int Pending>
+  // When all products are there.
   __device__ __forceinline__ void release_queries(const Shape::Ring::Position& done) {
-    wgmma_wait<Pending>();
+    wgmma_wait<0>();
     pin_accumulators(rdV);
     pin_accumulators(rdK);
     if (lane() == 0) {
@@ -73,11 +77,12 @@ struct Consumer : KeyRows {
     }
   }
 
-  // From the products of a step, which may still be under way, to P^T and dS^T as operands.
+  // From the products of a step, which may still be under way with Behind others behind them, to P^T and dS^T.
+  template <int Behind>
   __device__ __forceinline__ void differentiate(Scores& rS, Scores& rdP, QueryRows& shifts, const QueryStep& step,
                                                 int count) {
     QueryRows deltas;
-    wgmma_wait<Config::score::bends ? 0 : 1>();
+    wgmma_wait<Behind + (Config::score::bends ? 0 : 1)>();
     pin_accumulators(rS);
     if constexpr (Config::score::bends) {
       pin_accumulators(rdP);
@@ -88,12 +93,25 @@ struct Consumer : KeyRows {
       weigh(rS, shifts);
       if (makes_query_gradient(count)) flush(work.before<2>(step));
       deltas.fetch(shared.delta(at.stage), lane());
-      wgmma_wait<0>();
+      wgmma_wait<Behind>();
       pin_accumulators(rdP);
       differentiate_softmax(rS, rdP, deltas);
     }
+  }
+
+  // From P^T and dS^T to the operands of the products to come.
+  __device__ __forceinline__ void finish(const Scores& rS, const Scores& rdP, const QueryStep& step, int count) {
     pack_operand(rP, rS);
     pack_operand(rdS, rdP);
+    if (count == 0) learn_care();
+    if (!plain.contains(step.tile)) take_care(step, count);
+    store_scores(ds_at, rdS);
+  }
+
+  __device__ __forceinline__ void learn_care() {
+    care = shared.wait_care();
+    const auto tiles = QueryTiles::without_mask<Config::has_band, Shape::tile_m, Shape::tile_n>(p, work.c.key_tile);
+    plain = {in_uniform_register(tiles.first), care ? 0 : in_uniform_register(tiles.last)};
   }
 
   // Where a step hides anything, or its block needs care: puts P^T and dS^T right, and what inf and NaN have made of
@@ -167,31 +185,66 @@ struct Consumer : KeyRows {
         if (makes_query_gradient(count)) add_query_gradient(rdQ, work.before<2>(step), count > 2);
       }
       if (!is_step) {
-        release_queries<0>(before);
+        release_queries(before);
         pass_turn();
         if (makes_query_gradient(count)) flush(work.before<2>(step));
         return false;
       }
       shared.q_ring.wait_full(at);
-      if constexpr (Config::early_scores) {
-        wgmma_wait<1>();
-        pin_accumulators(rdV);
-        issue_scores(rS, at.stage);
-        release_queries<1>(before);
-      } else {
-        release_queries<0>(before);
-        issue_scores(rS, at.stage);
-      }
+      release_queries(before);
+      issue_scores(rS, at.stage);
     }
-    if (count == 0 && !Config::keys_in_registers) shared.v_full.wait_full({});
+    if (count == 0 && !Config::values_in_registers) shared.v_full.wait_full({});
     shifts.fetch(shared.shift(at.stage), lane());
     issue_score_gradients(rdP, at);
     pass_turn();
-    differentiate(rS, rdP, shifts, step, count);
-    if (count == 0) care = shared.wait_care();
-    if (care != 0 || hides_any(step)) take_care(step, count);
-    store_scores(ds_at, rdS);
+    differentiate<0>(rS, rdP, shifts, step, count);
+    finish(rS, rdP, step, count);
     return true;
+  }
+
+  // The same where registers hold the scores of this step beside P^T and dS^T of the one before: exponentials then
+  // begin while the products for dV and dK run.
+  template <bool First>
+  __device__ __forceinline__ void go_ahead(const QueryStep& step, int count) {
+    Scores rS, rdP;
+    QueryRows shifts;
+    const auto before = at;
+    wait_turn();
+    if (!First) at.advance();
+    shared.q_ring.wait_full(at);
+    issue_scores(rS, at.stage);
+    if (First && !Config::values_in_registers) shared.v_full.wait_full({});
+    issue_score_gradients(rdP, at);
+    if (!First) {
+      issue_key_gradients(before.stage);
+      publish_scores(ds_at);
+      ds_at.advance();
+    }
+    pass_turn();
+    shifts.fetch(shared.shift(at.stage), lane());
+    differentiate<First ? 0 : 2>(rS, rdP, shifts, step, count);
+    if (!First) release_queries(before);
+    finish(rS, rdP, step, count);
+  }
+
+  // All steps of a block that has any; returns how many, and leaves `step` past the last.
+  __device__ __forceinline__ int walk(QueryStep& step) {
+    int count = 0;
+    if constexpr (!Config::early_scores) {
+#pragma unroll 1
+      for (; go_on(step, count); step = work.after(step)) ++count;
+      return count;
+    }
+    go_ahead<true>(step, 0);
+#pragma unroll 1
+    for (step = work.after(step), count = 1; work.has(step); step = work.after(step)) go_ahead<false>(step, count++);
+    wait_turn();
+    issue_key_gradients(at.stage);
+    publish_scores(ds_at);
+    pass_turn();
+    release_queries(at);
+    return count;
   }
 
   // dQ lags two steps behind the scores: then the other warpgroup has published its part of dS.
@@ -234,12 +287,11 @@ struct Consumer : KeyRows {
     int count = 0;
     if (work.has(step)) {
       if (Config::take_turns && group == Shape::warpgroups - 1) named_barrier_arrive<256>(turn_barrier);
-      if (Config::keys_in_registers) shared.v_full.wait_full({});
+      if (Config::values_in_registers) shared.v_full.wait_full({});
       shared.k_full.wait_full({});
       rK.load(shared.k(), warp_key(), lane());
       rV.load(shared.v(), warp_key(), lane());
-#pragma unroll 1
-      for (; go_on(step, count); step = work.after(step)) ++count;
+      count = walk(step);
     }
     write_values(rdV);
     if (!Config::query_group && count > 0) {

@@ -55,7 +55,7 @@ struct ValueGroup : KeyRows {
       shared.q_ring.wait_full(at);
       shifts.fetch(shared.shift(at.stage), lane());
     }
-    issue_product<Shape::K, Shape::Q>(rS, {}, shared.k(), shared.q(at.stage));
+    issue_product<Shape::K, Shape::Q>(rS, KeyOperand<Shape::K, 0>{}, shared.k(), shared.q(at.stage));
   }
 
   // From the scores of a step, which are there, to P^T as an operand. Plain steps hide nothing and are in blocks that
@@ -168,7 +168,7 @@ struct KeyGroup : KeyRows {
       shared.q_ring.wait_full(at);
       deltas.fetch(shared.delta(at.stage), lane());
     }
-    issue_product<Shape::V, Shape::Dout>(rdP, {}, shared.v(), shared.dout(at.stage));
+    issue_product<Shape::V, Shape::Dout>(rdP, KeyOperand<Shape::V, 0>{}, shared.v(), shared.dout(at.stage));
   }
 
   // From the gradients of the weights of a step, which are there, to dS^T as an operand and in shared memory.
@@ -224,6 +224,7 @@ struct KeyGroup : KeyRows {
     add_nonfinite_queries<Shape::Q>(r, rdK, sQ, at.stage, step.row_begin(), [&](int half, int query) {
       return load_transposed_score(sdS, r.key() + 8 * half, query);
     });
+    named_barrier_sync<128>(consumer_barrier + 1);  // all have read
     clear_for_products<Shape::Q::bytes>(r, sQ, consumer_barrier + 1);
   }
 

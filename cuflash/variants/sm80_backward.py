@@ -111,10 +111,10 @@ class Sm80BackwardConfig:
         buffers, row_stages = (2, 3) if self.stages == 3 else (1, 1)
         return 2 * (keys + queries + 2 * buffers * self.tile_m * self.tile_n) + 8 * row_stages * self.tile_m
 
-    @property
-    def numbered(self) -> bool:
-        """Whether the kernel itself finds out which tile a block has."""
-        return self.ordered
+    def grid(self, problem: Problem, batch: int) -> tuple[int, int, int]:
+        """Blocks for `batch` entries; where they take turns, the kernel itself finds out which tile a block has."""
+        tiles = -(-problem.seqlen_k // self.tile_n)
+        return (tiles * problem.heads_kv * batch, 1, 1) if self.ordered else (tiles, problem.heads_kv, batch)
 
     def section(self, problem: Problem, device: DeviceInfo) -> int:
         """(batch, head) pairs whose key tiles mingle."""
@@ -361,14 +361,11 @@ def configs(
 
 
 def grid(config: Any, problem: Problem, batch: int) -> tuple[int, int, int]:
-    """Blocks of one of the kernels for `batch` entries: (tiles, heads, batch), of which only the first may pass 65535.
-
-    Where blocks are numbered by the kernel itself the grid has one dimension.
-    """
+    """Blocks of one of the kernels for `batch` entries, of which only those of the first dimension may pass 65535."""
     if isinstance(config, _RowsConfig):
         return -(-padded_rows(problem) // config.tile_m), problem.heads_q, batch
-    tiles = -(-problem.seqlen_k // config.tile_n)
-    return (tiles * problem.heads_kv * batch, 1, 1) if config.numbered else (tiles, problem.heads_kv, batch)
+    blocks: tuple[int, int, int] = config.grid(problem, batch)
+    return blocks
 
 
 def section(config: Any, problem: Problem, device: DeviceInfo) -> int:

@@ -56,11 +56,11 @@ class Sm90BackwardConfig:
         Whether a warpgroup of its own makes dq; otherwise those of dk and dv do.
     bulk_add : bool
         Whether dq goes to its sums through shared memory and the copy engine; otherwise from registers.
-    keys_in_registers : bool
-        Whether k and v are read from shared memory once, and not in every step.
+    keys_in_registers, values_in_registers : int
+        Of how many times 16 columns k and v are read from shared memory once, and not in every step.
     early_scores : bool
-        Whether scores are begun before the products for dk and dv have ended, which takes registers; where each
-        warpgroup has keys of its own.
+        Whether the scores of a step are begun before the products for dk and dv of the step before, which takes
+        registers; where each warpgroup has keys of its own and dq is not theirs.
     take_turns : bool
         Whether the warpgroups of dk and dv take turns at issuing their products; where each has keys of its own.
     ordered : bool
@@ -91,7 +91,8 @@ class Sm90BackwardConfig:
     query_registers: int
     query_group: bool
     bulk_add: bool
-    keys_in_registers: bool
+    keys_in_registers: int
+    values_in_registers: int
     early_scores: bool
     take_turns: bool
     ordered: bool
@@ -118,18 +119,28 @@ class Sm90BackwardConfig:
         weights = 4 * self.tile_n * self.tile_m if self.tile_n == 64 else 0
         return 2 * tiles + 8 * self.tile_m * self.stages + 4 * (self.tile_n + 2) + sums + weights + barriers + 1024
 
-    @property
-    def numbered(self) -> bool:
-        """Whether the kernel itself finds out which tile a block has."""
-        return self.ordered or self.has_band
+    def grid(self, problem: Problem, batch: int) -> tuple[int, int, int]:
+        """Blocks for `batch` entries: see ``KeyTileCoordinate``."""
+        tiles, heads = -(-problem.seqlen_k // self.tile_n), problem.heads_kv
+        if not self.has_band and not self.ordered:
+            return tiles, heads, batch
+        if self.ordered or (section := self._section_under_a_mask(problem)) < 0:
+            return tiles * heads * batch, 1, 1
+        return tiles * section, heads // section, batch
 
     def section(self, problem: Problem, device: DeviceInfo) -> int:
-        """(batch, head) pairs whose key tiles mingle: under a mask as many as share the L2 cache, a power of two."""
-        if self.ordered or not self.has_band:
-            return sm80.section_in_turn(self, problem, device) if self.ordered else 1
+        """(batch, head) pairs whose key tiles mingle, or minus their number; see ``KeyTileCoordinate``."""
+        if self.ordered:
+            return sm80.section_in_turn(self, problem, device)
+        return self._section_under_a_mask(problem) if self.has_band else 1
+
+    def _section_under_a_mask(self, problem: Problem) -> int:
+        """As many pairs as share the L2 cache; if half of them divide the heads, that power of two."""
         per_row = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * self.tile_d
         together = most_within(_L2_BYTES, problem.seqlen_q * problem.group * per_row)
-        return max(1, min(together, problem.heads_kv * problem.batch))
+        together = max(1, min(together, problem.heads_kv * problem.batch))
+        power = min(1 << (together.bit_length() - 1), problem.heads_kv & -problem.heads_kv)
+        return power if 2 * power >= together else -together
 
     def written_source(self) -> str:
         """The products of this Config."""
@@ -163,19 +174,23 @@ class _Tile:
     query_registers: int = 72
     query_group: bool = True
     bulk_add: bool = False
-    keys_in_registers: bool = False
-    early_scores: bool = True
+    keys_in_registers: int = 0
+    values_in_registers: int = 0
+    early_scores: bool = False
     take_turns: bool = True
 
 
 # By (tile_d, tile_dv), smaller ones first.
 _TILES = {
-    (64, 64): _Tile(2, 64, 128, 4, 2, 64, keys_in_registers=True),
-    (96, 96): _Tile(2, 64, 128, 3, 2, 96, 208, 88, early_scores=False),
-    (128, 128): _Tile(2, 64, 128, 2, 3, 64, 240, 24, query_group=False, bulk_add=True, early_scores=False),
+    (64, 64): _Tile(2, 64, 128, 4, 3, 64, keys_in_registers=4, values_in_registers=4),
+    (96, 96): _Tile(2, 64, 128, 3, 2, 96, 208, 88),
+    (128, 128): _Tile(2, 64, 128, 2, 3, 64, 240, 24, query_group=False, bulk_add=True),
     (192, 128): _Tile(2, 64, 64, 3, 2, 64, take_turns=False),
     (192, 192): _Tile(2, 64, 64, 3, 2, 64, take_turns=False),
     (256, 256): _Tile(2, 64, 64, 2, 2, 64, take_turns=False),
+}
+_TILES_UNDER_A_MASK = _TILES | {
+    (64, 64): _Tile(2, 64, 128, 4, 3, 64, keys_in_registers=4, values_in_registers=3, early_scores=True),
 }
 # tanh needs registers, too.
 _TILES_WITH_SOFTCAP = _TILES | {
@@ -203,12 +218,13 @@ def _workspace_shapes(problem: Problem, deterministic: bool, tile_d: int) -> dic
 def backward_config(problem: Problem, operands: BackwardOperands, *, deterministic: bool = False) -> Sm90BackwardConfig:
     """The Config of the kernel that computes dk, dv and the sums of dq."""
     tile_d, tile_dv = _tile_dims(problem)
-    tile = (_TILES_WITH_SOFTCAP if problem.softcap > 0 else _TILES)[tile_d, tile_dv]
+    folded = score_stage(problem) == "score_folded"
+    masked = _TILES_UNDER_A_MASK if problem.has_band and folded else _TILES
+    tile = (_TILES_WITH_SOFTCAP if problem.softcap > 0 else masked)[tile_d, tile_dv]
     kind = Sm90BackwardWideConfig if tile.tile_n == 64 else Sm90BackwardConfig
     fields = asdict(tile)
-    # Under a mask the time that is lost at both ends of a tile counts for more than what turns save in between.
-    fields["take_turns"] = tile.take_turns and not (tile_d == 64 and problem.has_band)
-    fields["keys_in_registers"] = tile.keys_in_registers and score_stage(problem) == "score_folded"  # others need room
+    if not folded:  # the others need room
+        fields["keys_in_registers"] = fields["values_in_registers"] = 0
     return kind(
         element=problem.dtype,
         tile_d=tile_d,

@@ -389,6 +389,10 @@ template <class T>
 T __shfl_sync(unsigned, T value, int source) {
   return emulator::warp_value("shfl", value, [&](const T* values, int) { return values[source]; });
 }
+inline int __popc(unsigned bits) {
+  return __builtin_popcount(bits);
+}
+
 inline bool __any_sync(unsigned, bool vote) {
   return emulator::warp_value("vote.any", vote,
                               [](const bool* v, int) { return std::any_of(v, v + 32, [](bool x) { return x; }); });

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import shutil
 import struct
 import subprocess
@@ -137,13 +138,14 @@ def backward(
     """All launches of a backward pass; `pointers` has every array, those of the workspace too."""
     o, p = operands, pointers
     for config in variant.config(problem, operands, device).kernels:
+        section, grid = _sections(config, problem, device, way)
         params = backward_params(
             problem,
             Operands(o.q, o.k, o.v, o.out),
             (o.dout, o.dq, o.dk, o.dv),
             score_stage(problem),
             sm80_backward_variant.padded_rows(problem),
-            1 + way.seed % 3,
+            section,
         )
         names = ("dout", "dlse", "dq", "dk", "dv", "delta", "dq_sum", "turns", "shift", "marked_rows")
         head = POINTERS.pack(*(p[name] for name in ("q", "k", "v", "out", "lse")))
@@ -152,8 +154,18 @@ def backward(
         packed = head + params[POINTERS.size : at] + tail + params[at + BACKWARD_POINTERS.size :]
         if isinstance(config, sm90_backward_variant.Sm90BackwardConfig):
             packed = b"".join(_backward_maps(config, problem, operands, pointers)) + packed
-        grid = sm80_backward_variant.grid(config, problem, problem.batch)
         run(config, packed, grid, config.shared_bytes, way)
+
+
+def _sections(config: Any, problem: BackwardProblem, device: DeviceInfo, way: Way) -> tuple[int, tuple[int, int, int]]:
+    """The section and grid of a kernel: its own, or by an odd seed another section that any grid of its tiles suits."""
+    grid = sm80_backward_variant.grid(config, problem, problem.batch)
+    mingles = isinstance(config, sm90_backward_variant.Sm90BackwardConfig) and config.has_band and not config.ordered
+    if not mingles:
+        return 1 + way.seed % 3, grid
+    if way.seed % 2:
+        return -(1 + way.seed % 3), (math.prod(grid), 1, 1)
+    return config.section(problem, device), grid
 
 
 def _backward_maps(
