@@ -104,7 +104,7 @@ struct Consumer : KeyRows {
     pack_operand(rP, rS);
     pack_operand(rdS, rdP);
     if (count == 0) learn_care();
-    if (!plain.contains(step.tile)) take_care(step, count);
+    if (!plain.contains(step.tile)) take_care(step);
     store_scores(ds_at, rdS);
   }
 
@@ -117,24 +117,24 @@ struct Consumer : KeyRows {
   // Where a step hides anything, or its block needs care: puts P^T and dS^T right, and what inf and NaN have made of
   // them. A second version of differentiate(), or a branch in it, would make the loop slower even where it is not
   // taken.
-  __device__ __forceinline__ void take_care(const QueryStep& step, int count) {
+  __device__ __forceinline__ void take_care(const QueryStep& step) {
     clear_hidden(rP, rdS, step);
     if (care == 0) return;
     if (Config::has_band && care & kKeysMarked) {
       const unsigned sScores = shared.ds(ds_at.stage);
-      exchange_scores(ds_at, rP, [&] { weigh_marked_keys<false>(apart(), sScores, at.stage, step.row_begin()); });
-      exchange_scores(ds_at, rdS, [&] { weigh_marked_keys<true>(apart(), sScores, at.stage, step.row_begin()); });
+      exchange_scores(rP, [&] { weigh_marked_keys<false>(apart(), sScores, at.stage, step.row_begin()); });
+      exchange_scores(rdS, [&] { weigh_marked_keys<true>(apart(), sScores, at.stage, step.row_begin()); });
     }
     if (care & kRowsMarked) {
       clear_weightless(apart(), rP, at.stage);
       clear_weightless(apart(), rdS, at.stage);
-      silence_queries(step, count);
+      silence_queries(step);
     }
   }
 
   // Lets f() see a tile, and change what the lanes of a warp have of it, where dS^T is to be.
   template <class F>
-  __device__ __forceinline__ void exchange_scores(const Shape::ScoreRing::Position& ds_at, Operand& r, F&& f) const {
+  __device__ __forceinline__ void exchange_scores(Operand& r, F&& f) const {
     __syncwarp();
     store_scores(ds_at, r);
     __syncwarp();
@@ -145,17 +145,16 @@ struct Consumer : KeyRows {
   }
 
   // If Q or dO of a step hold inf or NaN, adds what these do to the dK and dV that see them; then they become 0.
-  __device__ __forceinline__ void silence_queries(const QueryStep& step, int count) {
+  __device__ __forceinline__ void silence_queries(const QueryStep& step) {
     const unsigned sQ = shared.q(at.stage), sdO = shared.dout(at.stage), sScores = shared.ds(ds_at.stage);
     const bool found = finds_nonfinite<Shape::Q::bytes>(sQ, made_anew(thread), 128) ||
                        finds_nonfinite<Shape::Dout::bytes>(sdO, made_anew(thread), 128);
     if (!in_uniform_register(named_barrier_or<128>(consumer_barrier + group, found))) return;
     const KeyRows r = apart();
     const auto score = [&](int half, int query) { return load_transposed_score(sScores, r.key() + 8 * half, query); };
-    exchange_scores(ds_at, rP,
+    exchange_scores(rP,
                     [&] { add_nonfinite_queries<Shape::Dout>(apart(), rdV, sdO, at.stage, step.row_begin(), score); });
-    exchange_scores(ds_at, rdS,
-                    [&] { add_nonfinite_queries<Shape::Q>(apart(), rdK, sQ, at.stage, step.row_begin(), score); });
+    exchange_scores(rdS, [&] { add_nonfinite_queries<Shape::Q>(apart(), rdK, sQ, at.stage, step.row_begin(), score); });
     named_barrier_sync<Shape::consumers>(consumers_barrier);
     clear_for_products<Shape::Q::bytes>(apart(), sQ, consumer_barrier + group);
     clear_for_products<Shape::Dout::bytes>(apart(), sdO, consumer_barrier + group);
