@@ -47,10 +47,10 @@ struct KeyTileCoordinate {
     return {tile, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z), tile};
   }
 
-  // Under a mask: the tiles of several heads mingle, longest first, so that no long one starts when the others are done.
-  // With a section that is a power of two and divides the heads, of a grid (tiles * section, heads_kv / section, batch):
-  // divisions would keep a block from its first copies for a third of a step. Otherwise p.section is negative and the
-  // grid has one dimension.
+  // Under a mask: the tiles of several heads mingle, longest first, so that no long one starts when the others are
+  // done. With a section that is a power of two and divides the heads, of a grid (tiles * section, heads_kv / section,
+  // batch): divisions would keep a block from its first copies for a third of a step. Otherwise p.section is negative
+  // and the grid has one dimension.
   static __device__ __forceinline__ KeyTileCoordinate longest_first(const BackwardParams& p, int tiles) {
     if (p.section > 0) {
       const int index = blockIdx.x, head = blockIdx.y * p.section + (index & (p.section - 1));
