@@ -146,7 +146,7 @@ struct QueryGradient {
   // The block before this one in turn has the next keys.
   __device__ __forceinline__ void wait_turn(const QueryStep& step, int part) const {
     if (Config::ordered && (part == 0 || !Config::query_group) &&
-        work.of_keys(p, work.first_key() + Shape::tile_n).contains(step.tile))
+        work.of_keys(p, made_anew(work.first_key()) + Shape::tile_n).contains(step.tile))
       turn(step, part).wait(work.c.before);
   }
 
