@@ -48,18 +48,11 @@ __device__ __forceinline__ float load_nonfinite(const BackwardParams& p, const W
   return is_finite(value) ? 0.0f : value;
 }
 
-__device__ __forceinline__ float low_half(unsigned pair) {
-  return unpack<Shape::Element>(static_cast<unsigned short>(pair));
-}
-
-__device__ __forceinline__ float high_half(unsigned pair) {
-  return unpack<Shape::Element>(static_cast<unsigned short>(pair >> 16));
-}
-
 // One of the eight numbers of a chunk in shared memory.
 __device__ __forceinline__ float load_number(unsigned chunk, int i) {
   const unsigned pair = load_shared(chunk + 2 * (i & ~1));
-  return i % 2 ? high_half(pair) : low_half(pair);
+  return i % 2 ? unpack<Shape::Element>(static_cast<unsigned short>(pair >> 16))
+               : unpack<Shape::Element>(static_cast<unsigned short>(pair));
 }
 
 // By all inspectors, as long as K is on its way: whether the block meets marked rows.
@@ -81,22 +74,21 @@ __device__ __forceinline__ bool meets_marked_rows(const BackwardParams& p, const
 __device__ __forceinline__ bool inspect_keys(const BackwardParams& p, const Shared& shared, const Work& work,
                                              unsigned thread) {
   if constexpr (!Config::has_band) return false;
-  constexpr int threads = kInspectors;
-  const bool found =
-      named_barrier_or<threads>(inspectors_barrier, finds_nonfinite<Shape::K::bytes>(shared.k(), thread, threads));
+  const bool found = named_barrier_or<kInspectors>(inspectors_barrier,
+                                                   finds_nonfinite<Shape::K::bytes>(shared.k(), thread, kInspectors));
   if (!found) return false;
 #pragma unroll 1
-  for (int key = thread; key < Shape::tile_n; key += threads) {
+  for (int key = thread; key < Shape::tile_n; key += kInspectors) {
     bool bad = false;
     for (int column = 0; column < Shape::tile_d; column += 8)
       bad |= any_nonfinite<Shape::Element>(
           add_zero_times_chunk<Shape::Element>(shared.k() + Shape::K::chunk(key, column / 8), 0));
     store_shared(shared.mark(key), static_cast<unsigned>(bad));
   }
-  named_barrier_sync<threads>(inspectors_barrier);
-  clear_nonfinite<Shape::K::bytes>(shared.k(), thread, threads);
+  named_barrier_sync<kInspectors>(inspectors_barrier);
+  clear_nonfinite<Shape::K::bytes>(shared.k(), thread, kInspectors);
   fence_async_proxy();
-  named_barrier_sync<threads>(inspectors_barrier);
+  named_barrier_sync<kInspectors>(inspectors_barrier);
   return true;
 }
 
@@ -127,8 +119,8 @@ __device__ __forceinline__ void repair_scores(const KeyRows& r, KeyRows::Scores&
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int query = 8 * m + 2 * (r.lane() % 4) + i;
-          const unsigned pair = load_shared(sQ + Shape::Q::chunk(made_anew(query), column / 8) + 2 * (column % 8 & ~1));
-          rS[0][m][2 * half + i] = fmaf(column % 2 ? high_half(pair) : low_half(pair), value, rS[0][m][2 * half + i]);
+          const float number = load_number(sQ + Shape::Q::chunk(made_anew(query), column / 8), column % 8);
+          rS[0][m][2 * half + i] = fmaf(number, value, rS[0][m][2 * half + i]);
         }
     }
   }
@@ -242,9 +234,10 @@ __device__ __forceinline__ void clear_weightless(const KeyRows& r, KeyRows::Oper
   for (int m = 0; m < Shape::m_blocks; ++m)
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      if (is_weightless(r.shared, stage, 8 * m + 2 * (r.lane() % 4) + i))
-#pragma unroll
-        for (int half = 0; half < 2; ++half) scores[m / 2][2 * (m % 2) + half] &= i ? 0x0000FFFFu : 0xFFFF0000u;
+      if (is_weightless(r.shared, stage, 8 * m + 2 * (r.lane() % 4) + i)) {
+        KeyRows::clear_number(scores, m, i);
+        KeyRows::clear_number(scores, m, 2 + i);
+      }
 }
 
 // acc += S^T X over the inf and NaN of X (queries or dO) that this thread's keys see; score(half, query) is a number of

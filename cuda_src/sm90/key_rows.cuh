@@ -74,6 +74,7 @@ struct KeyRows {
   // The shifts or deltas of this thread's queries, some of them fetched ahead: shared memory is slow to answer while
   // the tensor cores read it.
   struct QueryRows {
+    // Stages that bend scores need the registers.
     static constexpr int window = Config::score::bends ? 2 : Shape::m_blocks < 8 ? Shape::m_blocks : 8;
     unsigned at;
     float2 next[window];
@@ -143,12 +144,15 @@ struct KeyRows {
     for_each_hidden(step, [&](int m, int i) { r[0][m][i] = 0.0f; });
   }
 
-  // Once they are rounded.
+  // What was number i of block m before it was rounded.
+  static __device__ __forceinline__ void clear_number(Operand& r, int m, int i) {
+    r[m / 2][2 * (m % 2) + i / 2] &= i % 2 ? 0x0000FFFFu : 0xFFFF0000u;
+  }
+
   __device__ __forceinline__ void clear_hidden(Operand& rP, Operand& rdS, const QueryStep& step) const {
     for_each_hidden(step, [&](int m, int i) {
-      const unsigned others = i % 2 ? 0x0000FFFFu : 0xFFFF0000u;
-      rP[m / 2][2 * (m % 2) + i / 2] &= others;
-      rdS[m / 2][2 * (m % 2) + i / 2] &= others;
+      clear_number(rP, m, i);
+      clear_number(rdS, m, i);
     });
   }
 

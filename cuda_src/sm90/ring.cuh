@@ -18,11 +18,6 @@ struct RingPosition {
       round ^= 1;
     }
   }
-
-  // That of the index-th message, from 0.
-  static __device__ __forceinline__ RingPosition of(unsigned index) {
-    return {static_cast<int>(index % Stages), index / Stages % 2};
-  }
 };
 
 // The barriers of a ring: full[Stages], then empty[Stages], 8 bytes each.

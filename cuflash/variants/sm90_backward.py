@@ -137,9 +137,9 @@ class Sm90BackwardConfig:
     def _section_under_a_mask(self, problem: Problem) -> int:
         """As many pairs as share the L2 cache; if half of them divide the heads, that power of two."""
         per_row = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * self.tile_d
-        together = most_within(_L2_BYTES, problem.seqlen_q * problem.group * per_row)
-        together = max(1, min(together, problem.heads_kv * problem.batch))
-        power = min(1 << (together.bit_length() - 1), problem.heads_kv & -problem.heads_kv)
+        fitting = most_within(_L2_BYTES, problem.seqlen_q * problem.group * per_row)
+        together = max(1, min(fitting, problem.heads_kv * problem.batch))
+        power = min(fitting, problem.heads_kv & -problem.heads_kv)
         return power if 2 * power >= together else -together
 
     def written_source(self) -> str:
